@@ -1,0 +1,284 @@
+"""A recipe: everything about one training run, in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from omnifleet.config.base import StrictModel
+from omnifleet.config.services import GatewayConfig, MediaConfig, RewardConfig, RolloutConfig
+from omnifleet.types import LogprobsMode
+
+
+class RunConfig(StrictModel):
+    """Who the run is and where its files are."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    """Name of the run; its folder is `root/name`."""
+    root: Path = Path("runs")
+    """Folder of all runs."""
+    seed: int = Field(0, ge=0)
+    """Seed of data order, sampling and initialisation."""
+
+
+class ModelConfig(StrictModel):
+    """The policy's checkpoint."""
+
+    path: str
+    """Hugging Face folder, or `tiny`: the small model that `omnifleet tiny-model` makes."""
+    freeze: tuple[str, ...] = ()
+    """Glob patterns over parameter names that stay fixed; a pattern that matches nothing is an error."""
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoint."""
+
+
+class SplitConfig(StrictModel):
+    """One set of prompts."""
+
+    dataset: str = "synthetic-clevr"
+    """Name of a dataset, see `omnifleet_trainer.data`."""
+    split: str = "train"
+    """Split of the dataset."""
+    size: int | None = Field(None, gt=0)
+    """Rows to take; default: all."""
+
+
+class DataConfig(StrictModel):
+    """Prompts to train on and to hold out."""
+
+    train: SplitConfig = SplitConfig()
+    heldout: SplitConfig = SplitConfig(split="heldout")
+    max_prompt_tokens: int = Field(4096, gt=0)
+    """Longest expanded prompt; a longer one is dropped whole and counted, media is never cut."""
+    max_epochs: int = Field(1_000, ge=1)
+    """Passes over the training set."""
+
+
+class ScorerConfig(StrictModel):
+    """One scorer of the reward."""
+
+    name: str
+    """Registered name, or `module:function`."""
+    version: str = ""
+    """Version; default: newest."""
+    weight: float = Field(1.0, gt=0)
+    """Relative weight; weights are normalised to sum 1."""
+    params: dict[str, Any] = {}
+    """Parameters of the scorer."""
+
+
+class SamplingConfig(StrictModel):
+    """How rollouts are drawn."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Softmax temperature; the trainer divides its logits by the same value."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; 1 = off."""
+    top_k: int = Field(-1, ge=-1)
+    """Best-k; -1 = off."""
+    max_tokens: int = Field(1024, gt=0)
+    """Longest reply, tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply."""
+
+
+class ObjectiveConfig(StrictModel):
+    """GRPO as in NeMo RL's ClippedPGLoss and its `grpo` advantage estimator."""
+
+    baseline: Literal["leave_one_out", "group_mean"] = "leave_one_out"
+    """What is subtracted from a reward."""
+    std: Literal["leave_one_out", "sample", "population", "none"] = "leave_one_out"
+    """What centred rewards are divided by."""
+    clip_low: float = Field(0.2, ge=0)
+    """Lower clip of the ratio: 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """Upper clip of the ratio: 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss for negative advantages."""
+    reduction: Literal["token", "sequence"] = "token"
+    """Mean over all tokens, or mean over sequences of their token means."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Importance ratio per token, or per sequence (GSPO)."""
+    importance_correction: bool = True
+    """Multiply the loss by exp(prev - generation) logprobs: corrects for the policy that sampled."""
+    truncation: Literal["none", "tis", "icepop", "seq-mask-tis"] = "none"
+    """Truncation of those weights."""
+    truncation_min: float = Field(0.0, ge=0)
+    """Lower bound of the weights."""
+    truncation_max: float = Field(2.0, gt=0)
+    """Upper bound of the weights."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference policy; 0 = no reference model."""
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """KL estimator."""
+    kl_input_clamp: float | None = Field(20.0, gt=0)
+    """Clamp of the log ratio."""
+    kl_output_clamp: float | None = Field(10.0, gt=0)
+    """Clamp of the KL term."""
+    overlong_filtering: bool = False
+    """Replies cut by the length limit do not train."""
+    sequence_error_threshold: float | None = Field(None, gt=1)
+    """Samples whose mean exp|generation - prev| is above this do not train."""
+    advantage_clip: float | None = Field(None, gt=0)
+    """Clamp of advantages to [-clip, clip]."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> ObjectiveConfig:
+        if self.ratio == "sequence" and self.reduction != "sequence":
+            raise ValueError("ratio = sequence needs reduction = sequence (GSPO): set objective.reduction")
+        if self.truncation != "none" and not self.importance_correction:
+            raise ValueError(
+                f"truncation = {self.truncation} needs importance_correction = true: set objective.importance_correction"
+            )
+        if self.truncation_min > self.truncation_max:
+            raise ValueError(f"truncation_min {self.truncation_min} > truncation_max {self.truncation_max}")
+        return self
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW with linear warm-up, then constant."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate; 0 = control run, weights never move."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW betas."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps from warmup_start to the peak."""
+    warmup_start: float = Field(0.1, gt=0, le=1)
+    """First learning rate, as a share of the peak."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest global gradient norm."""
+
+
+class TrainerConfig(StrictModel):
+    """The loop, the policy and the ledger."""
+
+    listen: str = "127.0.0.1:0"
+    """gRPC address."""
+    http_listen: str = "127.0.0.1:0"
+    """HTTP address: health and metrics."""
+    backend: Literal["automodel", "megatron"] = "automodel"
+    """Library that updates the policy."""
+    world_size: int = Field(1, ge=1)
+    """Ranks of the policy."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; master weights and optimiser are float32."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the policy; default: all."""
+    steps: int = Field(100, ge=1)
+    """Training steps of the run."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Groups that one step trains on."""
+    generations_per_prompt: int = Field(16, ge=1)
+    """Samples of one group (G)."""
+    batch_samples: int | None = Field(None, ge=1)
+    """Samples of one optimiser update; default: all of the step. Must divide them."""
+    micro_batch_tokens: int = Field(16384, gt=0)
+    """Padded tokens of one forward pass; must hold the longest sequence."""
+    max_staleness: int = Field(1, ge=0)
+    """Steps that a sample's oldest token may lag behind the weights it trains; 0 = synchronous."""
+    sampler: Literal["fifo", "freshest", "in_order"] = "fifo"
+    """Which ready groups a step takes."""
+    attempts_per_prompt: int = Field(5, ge=1)
+    """Tries of a prompt that fails for reasons of its own before it is given up, with a typed outcome."""
+    rollout_timeout_s: float = Field(300.0, gt=0)
+    """Longest life of one group's rollout."""
+    step_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for the groups of one step."""
+    refit_every: int = Field(1, ge=1)
+    """Steps between refits."""
+    refit_timeout_s: float = Field(60.0, gt=0)
+    """Deadline of each phase of a refit, for each worker."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Steps between checkpoints."""
+    checkpoints_kept: int = Field(2, ge=1)
+    """Newest checkpoints that stay on disk."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainerConfig:
+        samples = self.prompts_per_step * self.generations_per_prompt
+        if self.batch_samples is not None and samples % self.batch_samples:
+            raise ValueError(
+                f"batch_samples {self.batch_samples} does not divide prompts_per_step x generations_per_prompt = {samples}"
+            )
+        return self
+
+
+class EvaluationConfig(StrictModel):
+    """Held-out score: greedy replies through the same services."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 = at start and end only."""
+    size: int = Field(128, ge=1)
+    """Held-out prompts."""
+    controls: bool = False
+    """At the end also score without pictures and with shuffled pictures."""
+
+
+class AuthConfig(StrictModel):
+    """Who may call."""
+
+    tokens_file: Path | None = None
+    """File of scope -> secret; default: generated in the run's folder."""
+
+
+class Recipe(StrictModel):
+    """One training run. Unknown keys are errors; `omnifleet config check` says what is wrong before anything starts."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    reward: tuple[ScorerConfig, ...] = Field(min_length=1)
+    """Scorers whose weighted sum is the reward."""
+    sampling: SamplingConfig = SamplingConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    media: MediaConfig = MediaConfig()
+    reward_service: RewardConfig = RewardConfig()
+    auth: AuthConfig = AuthConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return self.run.root / self.run.name
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Recipe:
+        longest = self.data.max_prompt_tokens + self.sampling.max_tokens
+        if longest > self.rollout.engine.max_model_len:
+            raise ValueError(
+                f"data.max_prompt_tokens {self.data.max_prompt_tokens} + sampling.max_tokens {self.sampling.max_tokens} "
+                f"= {longest} > rollout.engine.max_model_len {self.rollout.engine.max_model_len}: raise the last or lower the others"
+            )
+        if longest > self.trainer.micro_batch_tokens:
+            raise ValueError(
+                f"trainer.micro_batch_tokens {self.trainer.micro_batch_tokens} cannot hold one sequence of {longest} tokens "
+                "(data.max_prompt_tokens + sampling.max_tokens)"
+            )
+        filtered = self.sampling.top_p < 1 or self.sampling.top_k > 0
+        if filtered and self.rollout.logprobs_mode is LogprobsMode.PROCESSED:
+            raise ValueError(
+                "sampling.top_p/top_k filter the distribution: processed logprobs would not match the trainer's; "
+                "set rollout.logprobs_mode = raw, or top_p = 1 and top_k = -1"
+            )
+        if self.trainer.generations_per_prompt < 2 and self.objective.baseline == "leave_one_out":
+            raise ValueError(
+                "objective.baseline = leave_one_out needs trainer.generations_per_prompt >= 2: every advantage would be 0"
+            )
+        per_run = self.trainer.prompts_per_step * self.trainer.generations_per_prompt * (self.trainer.max_staleness + 1)
+        if per_run > self.gateway.queue_per_run:
+            raise ValueError(
+                f"the staleness budget admits {per_run} samples at once, gateway.queue_per_run is "
+                f"{self.gateway.queue_per_run}: raise it or lower trainer.max_staleness"
+            )
+        return self

@@ -1,0 +1,160 @@
+"""Settings of each service. Listen addresses default to loopback and port 0: the system picks, the launcher records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from omnifleet.config.base import StrictModel
+from omnifleet.types import InFlight, LogprobsMode
+
+
+class MediaLimits(StrictModel):
+    """Checked before anything is allocated."""
+
+    source_bytes: int = Field(64 << 20, gt=0)
+    """Largest upload, bytes."""
+    pixels: int = Field(178_956_970, gt=0)
+    """Largest width x height of one picture or frame."""
+    frames: int = Field(2048, gt=0)
+    """Most frames taken from one clip."""
+    decode_seconds: float = Field(20.0, gt=0)
+    """Longest decode of one source; its process is then replaced."""
+    decode_memory_bytes: int = Field(2 << 30, gt=0)
+    """Address space that one decoder process may add."""
+
+
+class MediaConfig(StrictModel):
+    """The content-addressed store of pictures, clips and model-ready tensors."""
+
+    listen: str = "127.0.0.1:0"
+    """gRPC address."""
+    http_listen: str = "127.0.0.1:0"
+    """HTTP address for uploads, previews, health and metrics."""
+    store: Path | None = None
+    """Folder of the disk tier and the index; default: the run's folder."""
+    shared_memory: Path = Path("/dev/shm")
+    """Where same-host readers map objects from; one sub-folder a service."""
+    shared_memory_bytes: int = Field(1 << 30, gt=0)
+    """Size of the shared-memory tier."""
+    disk_bytes: int = Field(20 << 30, gt=0)
+    """Size of the disk tier; unleased, least recently used content goes first."""
+    index: str = "sqlite"
+    """`sqlite`, or a Redis address redis://HOST:PORT/DB."""
+    decoders: int = Field(1, ge=1)
+    """Decoder processes."""
+    processors: tuple[str, ...] = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil")
+    """Processor classes that segments may be made with."""
+    limits: MediaLimits = MediaLimits()
+
+
+class RewardConfig(StrictModel):
+    """Versioned scorers in a process pool."""
+
+    listen: str = "127.0.0.1:0"
+    """gRPC address."""
+    http_listen: str = "127.0.0.1:0"
+    """HTTP address: health and metrics."""
+    processes: int = Field(1, ge=1)
+    """Scorer processes."""
+    item_timeout_s: float = Field(5.0, gt=0)
+    """Longest scoring of one item; its process is then replaced and the item is unscorable."""
+    item_memory_bytes: int = Field(1 << 30, gt=0)
+    """Address space that one scorer process may add."""
+    queue_items: int = Field(4096, gt=0)
+    """Items that may wait; more are refused with retry advice."""
+    modules: tuple[str, ...] = ()
+    """Modules whose functions may be used as `module:function` scorers."""
+
+
+class GatewayConfig(StrictModel):
+    """The front door of the rollout service and the fleet registry."""
+
+    listen: str = "127.0.0.1:0"
+    """gRPC address."""
+    http_listen: str = "127.0.0.1:0"
+    """HTTP address: OpenAI routes, health, metrics."""
+    queue_per_worker: int = Field(64, gt=0)
+    """Requests that may wait for one worker."""
+    queue_per_run: int = Field(1024, gt=0)
+    """Samples of one run that may be in the gateway at once; more are refused with Retry-After."""
+    request_timeout_s: float = Field(300.0, gt=0)
+    """Longest life of one request when the caller set no deadline."""
+    attempts: int = Field(4, ge=1)
+    """Workers tried for one sample, continuing from the tokens already produced."""
+    heartbeat_s: float = Field(1.0, gt=0)
+    """Interval at which workers report."""
+    suspect_after_s: float = Field(4.0, gt=0)
+    """Silence after which a worker takes nothing new."""
+    dead_after_s: float = Field(12.0, gt=0)
+    """Silence after which a worker is dead."""
+
+    @model_validator(mode="after")
+    def _times_in_order(self) -> GatewayConfig:
+        if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
+            raise ValueError(
+                f"heartbeat_s {self.heartbeat_s} < suspect_after_s {self.suspect_after_s} < "
+                f"dead_after_s {self.dead_after_s} must hold"
+            )
+        return self
+
+
+class EngineConfig(StrictModel):
+    """One vLLM engine. Names follow vLLM's own."""
+
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """Weights and compute. float32 on CPU: logprobs then compare with the trainer's."""
+    max_model_len: int = Field(8192, gt=0)
+    """Longest prompt plus reply, tokens."""
+    max_num_seqs: int = Field(64, gt=0)
+    """Requests in one engine step."""
+    max_num_batched_tokens: int | None = Field(None, gt=0)
+    """Tokens in one engine step; default: vLLM's."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of one engine."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of GPU memory for weights and KV cache."""
+    kv_cache_memory_bytes: int | None = Field(None, gt=0)
+    """KV cache size; needed on CPU, where the default would claim most of the machine."""
+    block_size: int | None = Field(None, gt=0)
+    """Tokens of a KV block; a multiple of 32 on CPU."""
+    enforce_eager: bool = True
+    """No CUDA graphs."""
+    enable_prefix_caching: bool = True
+    """Share KV of equal prefixes; keyed by weight version, so old KV never serves new weights."""
+    images_per_prompt: int = Field(2, ge=0)
+    """Most pictures in one prompt."""
+    videos_per_prompt: int = Field(0, ge=0)
+    """Most clips in one prompt."""
+    processor_cache_gb: float = Field(1.0, ge=0)
+    """vLLM's own cache of processed media, GiB."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of one engine; default: all."""
+
+
+class RolloutConfig(StrictModel):
+    """Workers: one stock vLLM engine each."""
+
+    workers: int = Field(1, ge=1)
+    """Workers at start; `omnifleet fleet scale` changes it while a run goes on."""
+    max_workers: int = Field(8, ge=1)
+    """The launcher never starts more."""
+    pool: str = "default"
+    """Pool that the workers join."""
+    listen: str = "127.0.0.1:0"
+    """gRPC address of each worker."""
+    engine: EngineConfig = EngineConfig()
+    logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED
+    """What the logprobs mean; the trainer refuses samples of another mode."""
+    kv_after_refit: InFlight = InFlight.RECOMPUTE
+    """What a refit does with running requests."""
+    drain_timeout_s: float = Field(60.0, gt=0)
+    """How long a draining worker may finish its requests."""
+
+    @model_validator(mode="after")
+    def _start_within_limit(self) -> RolloutConfig:
+        if self.workers > self.max_workers:
+            raise ValueError(f"workers {self.workers} > max_workers {self.max_workers}: raise max_workers")
+        return self

@@ -1,0 +1,173 @@
+"""One gRPC server, set up the same way everywhere: limits, keepalive, auth, typed errors."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+import omnifleet
+from omnifleet.auth import Tokens, allowed
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.wire import common_pb2
+from omnifleet.wire.errors import STATUS, TRAILER, to_detail
+
+log = logging.getLogger("omnifleet.wire")
+
+MESSAGE_BYTES = 16 << 20
+"""Largest single message, both directions, both sides. Tensors and media go in chunks of CHUNK_BYTES."""
+CHUNK_BYTES = 1 << 20
+OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.so_reuseport", 0),
+]
+INSTANCE = uuid.uuid4().hex[:12]
+"""Random per process: tells a restart from a reconnect."""
+
+
+class _Border(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Checks the bearer token before a call, and turns exceptions into typed statuses after it."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if handler is None:
+            return handler
+        refusal = self._refusal(details)
+        return _wrap(handler, refusal)
+
+    def _refusal(self, details: grpc.HandlerCallDetails) -> OmnifleetError | None:
+        if not self._tokens.by_scope:
+            return None
+        metadata = dict(details.invocation_metadata or ())
+        secret = str(metadata.get("authorization", "")).removeprefix("Bearer ")
+        scope = self._tokens.scope_of(secret)
+        if scope is None:
+            return OmnifleetError(
+                Reason.UNAUTHENTICATED, "no valid bearer token", knob="OMNIFLEET_TOKENS (tokens file)"
+            )
+        rule = allowed(str(details.method))
+        if scope not in rule:
+            wanted = ", ".join(sorted(rule))
+            return OmnifleetError(
+                Reason.FORBIDDEN, f"{details.method} takes a token of scope {wanted}, not {scope}"
+            )
+        return None
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
+    detail = to_detail(error)
+    status = STATUS.get(Reason(detail.reason), grpc.StatusCode.INTERNAL)
+    if status is grpc.StatusCode.INTERNAL:
+        log.error("call failed: %s", detail.message, exc_info=error)
+    await context.abort(status, detail.message, ((TRAILER, detail.SerializeToString()),))
+
+
+def _wrap(handler: grpc.RpcMethodHandler, refusal: OmnifleetError | None) -> grpc.RpcMethodHandler:
+    behaviour: Any = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+
+    async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            if refusal is not None:
+                raise refusal
+            return await behaviour(request, context)
+        except (OmnifleetError, OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
+            await _abort(context, error)
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            if refusal is not None:
+                raise refusal
+            replies = behaviour(request, context)
+            if inspect.isawaitable(replies):
+                replies = await replies
+            async for reply in replies:
+                yield reply
+        except (OmnifleetError, OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
+            await _abort(context, error)
+
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[(handler.request_streaming, handler.response_streaming)]
+    wrapped: grpc.RpcMethodHandler = make(
+        stream if handler.response_streaming else unary,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+    return wrapped
+
+
+@asynccontextmanager
+async def serving(
+    listen: str,
+    register: Callable[[grpc.aio.Server], None],
+    *,
+    tokens: Tokens,
+    knob: str,
+    grace_s: float = 5.0,
+) -> AsyncIterator[str]:
+    """Run a gRPC server on `listen` ("host:port", port 0 = any); yields the bound "host:port".
+
+    `knob` names the setting of `listen` for the error. Raises OmnifleetError(PORT_TAKEN).
+    """
+    server = grpc.aio.server(interceptors=[_Border(tokens)], options=OPTIONS)
+    register(server)
+    host = listen.rpartition(":")[0]
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        port, cause = 0, error
+    else:
+        cause = None
+    if port == 0:
+        raise OmnifleetError(
+            Reason.PORT_TAKEN, f"cannot listen on {listen}: address in use or not ours", knob=knob
+        ) from cause
+    await server.start()
+    try:
+        yield f"{host}:{port}"
+    finally:
+        await server.stop(grace_s)
+
+
+def handshake(
+    request: common_pb2.HandshakeRequest, service: str, features: frozenset[str] = frozenset()
+) -> common_pb2.HandshakeReply:
+    """Answer a handshake. Raises OmnifleetError(CONTRACT_MISMATCH) for another contract or a missing feature."""
+    missing = sorted(set(request.features) - features)
+    if request.contract != omnifleet.CONTRACT or missing:
+        raise OmnifleetError(
+            Reason.CONTRACT_MISMATCH,
+            f"{service} speaks {omnifleet.CONTRACT} with features {sorted(features)}; "
+            f"{request.client or 'the caller'} asked for {request.contract or 'none'} and {missing or 'nothing more'}",
+            knob="install matching omnifleet versions",
+        )
+    return common_pb2.HandshakeReply(
+        contract=omnifleet.CONTRACT,
+        service=service,
+        version=omnifleet.__version__,
+        features=sorted(features),
+        instance=INSTANCE,
+    )
