@@ -1,0 +1,1 @@
+"""Clients of every service: what users import. One file a service; they speak gRPC and know no server code."""
