@@ -1,0 +1,53 @@
+# Each target sets up what it needs, once, and says what it does. `make help` lists them.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+BIN := .venv/bin
+CODE := omnifleet services/media/omnifleet_media services/rollout/omnifleet_rollout \
+        services/reward/omnifleet_reward services/trainer/omnifleet_trainer
+# One pytest run's options can be added to: make test ARGS="-k ledger -x"
+ARGS ?=
+
+.PHONY: help demo test soak bench lint lint-types format env tools proto lock
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: env  ## train a tiny vision-language model through the four services, on this CPU
+	@$(BIN)/omnifleet demo
+
+test: env tools  ## every test that runs on a CPU (under 25 minutes on two cores)
+	@echo "Testing: unit, contract and integration; real engines and processes included"
+	@$(BIN)/python -m pytest -m "not soak and not gpu" $(ARGS)
+
+soak: env tools  ## the long form of the tests (at most 60 minutes)
+	@echo "Soaking: long runs with kills, scaling and restarts"
+	@$(BIN)/python -m pytest -m "soak and not gpu" $(ARGS)
+
+bench: env  ## one script per claim in docs/benchmarks.md
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+lint: env  ## style, formatting and types
+	@echo "ruff check";  $(BIN)/ruff check --quiet .
+	@echo "ruff format"; $(BIN)/ruff format --quiet --check . || { echo "run: make format" >&2; exit 1; }
+	@$(MAKE) lint-types
+
+lint-types: env
+	@echo "mypy --strict"; $(BIN)/mypy $(CODE)
+
+format: env  ## apply the formatting that lint checks
+	@$(BIN)/ruff check --quiet --fix-only . && $(BIN)/ruff format --quiet .
+
+env:  ## make or refresh .venv (Python 3.11, about a minute)
+	@scripts/setup_env.sh .venv
+
+tools:  ## find or install Redis and Chromium, which tests start
+	@scripts/setup_test_tools.sh
+
+proto: env  ## regenerate omnifleet/wire from proto/
+	@$(BIN)/python scripts/generate_wire.py
+
+lock:  ## resolve requirements/*.in again (scripts/lock.sh --upgrade moves the pins)
+	@scripts/lock.sh
