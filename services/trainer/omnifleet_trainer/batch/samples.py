@@ -1,0 +1,56 @@
+"""What the loop hands to a policy. No torch here: a light policy and the ledger's tests use it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy.typing as npt
+
+from omnifleet.types import Digest, MediaRef
+
+Segment = Mapping[str, npt.NDArray]  # type: ignore[type-arg]
+"""Model-ready tensors of one media object, by the processor's names (`pixel_values`, `image_grid_thw`)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingSample:
+    """One scored reply, token-exact.
+
+    prompt_token_ids: expanded ids (one per image feature) as the trainer rendered them. prompt_hash:
+    `omnifleet.address.token_digest` of the ids that the engine saw; a batch with another hash is refused.
+    token_ids, generation_logprobs, mask, lag: one entry per response token: id, natural log of its probability when
+    it was sampled, 1 = trains, and steps between the weights that made it and the weights it trains.
+    advantage: filled by the loop (`grpo.advantages.group_advantages`). reward: for metrics only.
+    media and segment_keys: in the order of the prompt; segment_keys index `StepBatch.segments`.
+    truncated: cut by the length limit. valid: False keeps the sample out of the loss.
+    """
+
+    trajectory_id: str
+    group_id: str
+    prompt_token_ids: list[int]
+    prompt_hash: str
+    token_ids: list[int]
+    generation_logprobs: list[float]
+    mask: list[int]
+    lag: list[int]
+    reward: float
+    advantage: float = 0.0
+    media: tuple[MediaRef, ...] = ()
+    segment_keys: tuple[Digest, ...] = ()
+    truncated: bool = False
+    valid: bool = True
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """All samples of one training step, group after group, and every media segment that they refer to, once."""
+
+    samples: list[TrainingSample]
+    step: int
+    segments: Mapping[Digest, Segment] = field(default_factory=dict)
