@@ -18,7 +18,7 @@ class _BeforeTorchvision:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name == "torchvision":
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
             if importlib.util.find_spec("torchvision") is not None:
                 _declare_operators()
         return None
@@ -29,10 +29,10 @@ def _declare_operators() -> None:
 
     if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return
-    library = torch.library.Library("torchvision", "DEF")
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
     _kept.append(library)
 
 
-sys.meta_path.insert(0, _BeforeTorchvision())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _BeforeTorchvision())
