@@ -117,6 +117,8 @@ class ObjectiveConfig(StrictModel):
     """Clamp of the log ratio."""
     kl_output_clamp: float | None = Field(10.0, gt=0)
     """Clamp of the KL term."""
+    kl_on_policy_approximation: bool = False
+    """Weight the KL of a token by exp(current - generation) logprobs instead of 1."""
     overlong_filtering: bool = False
     """Replies cut by the length limit do not train."""
     sequence_error_threshold: float | None = Field(None, gt=1)
@@ -163,8 +165,8 @@ class TrainerConfig(StrictModel):
     """gRPC address."""
     http_listen: str = "127.0.0.1:0"
     """HTTP address: health and metrics."""
-    backend: Literal["automodel", "megatron"] = "automodel"
-    """Library that updates the policy."""
+    backend: Literal["automodel", "megatron", "fake"] = "automodel"
+    """Library that updates the policy; `fake` computes nothing, for tests of everything around it."""
     world_size: int = Field(1, ge=1)
     """Ranks of the policy."""
     dtype: Literal["float32", "bfloat16"] = "float32"
