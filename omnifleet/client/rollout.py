@@ -1,0 +1,334 @@
+"""Client of the rollout service: exact tokens in and out. Works against the gateway and against one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import (
+    FinishReason,
+    Generation,
+    Identity,
+    LogprobsMode,
+    MediaRef,
+    Sample,
+    Sampling,
+    VersionBound,
+    VersionSpan,
+    WeightVersion,
+)
+from omnifleet.wire import common_pb2, rollout_pb2, rollout_pb2_grpc
+from omnifleet.wire.channel import open_channel
+from omnifleet.wire.codec import (
+    bound_to_wire,
+    identity_to_wire,
+    media_from_wire,
+    media_to_wire,
+    sampling_to_wire,
+    spans_from_wire,
+    version_from_wire,
+)
+from omnifleet.wire.errors import from_detail, remote_errors
+
+_WAIT_AND_RETRY = (Reason.OVERLOADED, Reason.NO_WORKER)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSeen:
+    """What the model really saw: expanded prompt ids (only if asked for) and their `token_digest`."""
+
+    prompt_hash: str
+    token_ids: list[int]
+    prompt_tokens: int
+    worker: str
+    logprobs_mode: LogprobsMode
+    media: tuple[MediaRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Next tokens of one sample, one logprob each; spans count from the sample's start."""
+
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    spans: list[VersionSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One sample is complete; `spans` cover all its tokens."""
+
+    sample: int
+    finish_reason: FinishReason
+    spans: list[VersionSpan]
+    tokens: int
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """One sample could not be finished."""
+
+    sample: int
+    error: OmnifleetError
+
+
+Event = PromptSeen | Tokens | Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Chat messages as unexpanded prompt tokens, their media in order, and the text that was tokenised."""
+
+    token_ids: list[int]
+    media: tuple[MediaRef, ...]
+    text: str
+
+
+class RolloutClient:
+    """Speaks to a Rollout service. Every call raises OmnifleetError."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = rollout_pb2_grpc.RolloutStub(channel)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    @asynccontextmanager
+    async def open(address: str, secret: str = "") -> AsyncIterator[RolloutClient]:
+        """Connect to "host:port" with a bearer token."""
+        async with open_channel(address, secret) as channel:
+            yield RolloutClient(channel)
+
+    async def generate(
+        self,
+        *,
+        prompt_token_ids: Sequence[int],
+        media: Sequence[MediaRef] = (),
+        sampling: Sampling,
+        identity: Identity,
+        bound: VersionBound = VersionBound(),
+        logprobs_mode: LogprobsMode | None = None,
+        deadline_s: float,
+        return_prompt_token_ids: bool = True,
+        return_text: bool = False,
+        priority: int = 0,
+        request_id: str = "",
+    ) -> Generation:
+        """All `sampling.n` samples of one prompt.
+
+        prompt_token_ids: unexpanded (one placeholder a media item). logprobs_mode: refused if the engine's differs.
+        deadline_s: seconds for everything, waits and retries included. A sample that fails is in `failures`;
+        a request that is refused raises. OVERLOADED and NO_WORKER are retried as advised until the deadline.
+        """
+        events = self.stream(
+            prompt_token_ids=prompt_token_ids,
+            media=media,
+            sampling=sampling,
+            identity=identity,
+            bound=bound,
+            logprobs_mode=logprobs_mode,
+            deadline_s=deadline_s,
+            return_prompt_token_ids=return_prompt_token_ids,
+            return_text=return_text,
+            priority=priority,
+            request_id=(request_id := request_id or uuid.uuid4().hex),
+        )
+        return await _gather(events, request_id, sampling.n)
+
+    async def stream(
+        self,
+        *,
+        prompt_token_ids: Sequence[int],
+        media: Sequence[MediaRef] = (),
+        sampling: Sampling,
+        identity: Identity,
+        bound: VersionBound = VersionBound(),
+        logprobs_mode: LogprobsMode | None = None,
+        deadline_s: float,
+        return_prompt_token_ids: bool = True,
+        return_text: bool = False,
+        priority: int = 0,
+        request_id: str = "",
+    ) -> AsyncIterator[Event]:
+        """Like `generate`, as events: one PromptSeen, then Tokens, Done and Failed of all samples interleaved."""
+        request = rollout_pb2.GenerateRequest(
+            request_id=request_id or uuid.uuid4().hex,
+            identity=identity_to_wire(identity),
+            tokens=rollout_pb2.TokenPrompt(token_ids=prompt_token_ids),
+            media=[media_to_wire(ref) for ref in media],
+            sampling=sampling_to_wire(sampling),
+            weight_version=bound_to_wire(bound),
+            priority=priority,
+            return_prompt_token_ids=return_prompt_token_ids,
+            return_text=return_text,
+            expected_logprobs_mode=str(logprobs_mode or ""),
+        )
+        async for message in self._events(request, time.monotonic() + deadline_s):
+            yield event_from_wire(message)
+
+    async def _events(
+        self, request: rollout_pb2.GenerateRequest, deadline: float
+    ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
+        while True:
+            began = False
+            try:
+                with remote_errors():
+                    left = max(0.0, deadline - time.monotonic())
+                    async for message in self._stub.Generate(request, timeout=left):
+                        began = True
+                        yield message
+                return
+            except OmnifleetError as error:
+                pause = max(0.05, error.retry_after_ms / 1000) * random.uniform(1.0, 1.25)
+                late = time.monotonic() + pause >= deadline
+                if began or late or error.reason not in _WAIT_AND_RETRY:
+                    raise
+            await asyncio.sleep(pause)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        identity: Identity,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        deadline_s: float = 30.0,
+    ) -> Rendered:
+        """Chat messages -> exact prompt tokens by the checkpoint's own template.
+
+        Media parts are `image_url` with media://DIGEST or a data URL.
+        """
+        chat = rollout_pb2.ChatPrompt(
+            messages_json=json.dumps(list(messages)),
+            tools_json=json.dumps(list(tools)) if tools else "",
+            template_kwargs_json=json.dumps(dict(template_kwargs)) if template_kwargs else "",
+        )
+        request = rollout_pb2.RenderRequest(chat=chat, identity=identity_to_wire(identity))
+        with remote_errors():
+            reply = await self._stub.Render(request, timeout=deadline_s)
+        return Rendered([*reply.token_ids], tuple(media_from_wire(m) for m in reply.media), reply.text)
+
+    async def score_tokens(
+        self,
+        prompt_token_ids: Sequence[int],
+        token_ids: Sequence[int],
+        media: Sequence[MediaRef] = (),
+        *,
+        deadline_s: float = 60.0,
+    ) -> tuple[list[float], WeightVersion]:
+        """Logprobs of `token_ids` after the prompt, one each, and the weights that gave them."""
+        request = rollout_pb2.ScoreTokensRequest(
+            prompt_token_ids=prompt_token_ids, token_ids=token_ids, media=[media_to_wire(m) for m in media]
+        )
+        with remote_errors():
+            reply = await self._stub.ScoreTokens(request, timeout=deadline_s)
+        return [*reply.logprobs], version_from_wire(reply.version)
+
+    async def abort(self, request_ids: Sequence[str], *, deadline_s: float = 10.0) -> int:
+        """End requests now; each of their samples finishes with reason `abort`. Returns how many were running."""
+        request = rollout_pb2.AbortRequestsRequest(request_ids=request_ids)
+        with remote_errors():
+            reply = await self._stub.AbortRequests(request, timeout=deadline_s)
+        return int(reply.aborted)
+
+    async def status(self, *, deadline_s: float = 10.0) -> common_pb2.ServiceStatus:
+        """Counters and facts of the service."""
+        with remote_errors():
+            reply: common_pb2.ServiceStatus = await self._stub.Status(
+                common_pb2.StatusRequest(), timeout=deadline_s
+            )
+        return reply
+
+
+def event_from_wire(message: rollout_pb2.GenerateEvent) -> Event:
+    """Message -> event. Raises OmnifleetError(INTERNAL) for an event that this build does not know."""
+    match message.WhichOneof("event"):
+        case "prompt":
+            echo = message.prompt
+            return PromptSeen(
+                echo.prompt_hash,
+                [*echo.token_ids],
+                echo.prompt_tokens,
+                echo.worker,
+                LogprobsMode(echo.logprobs_mode),
+                tuple(media_from_wire(m) for m in echo.media),
+            )
+        case "chunk":
+            chunk = message.chunk
+            spans = spans_from_wire(chunk.spans)
+            return Tokens(message.sample, [*chunk.token_ids], [*chunk.logprobs], chunk.text, spans)
+        case "finished":
+            done = message.finished
+            return Done(
+                message.sample,
+                FinishReason(done.finish_reason),
+                spans_from_wire(done.spans),
+                done.tokens,
+                done.cached_prompt_tokens,
+            )
+        case "failed":
+            return Failed(message.sample, from_detail(message.failed.error))
+    raise OmnifleetError(
+        Reason.INTERNAL, "the service sent an event of unknown kind", knob="upgrade omnifleet"
+    )
+
+
+async def _gather(events: AsyncIterator[Event], request_id: str, n: int) -> Generation:
+    """Fold events into a Generation; a sample without an end is WORKER_LOST, one with lost tokens is CORRUPT."""
+    seen: PromptSeen | None = None
+    samples = {index: Sample(index) for index in range(n)}
+    failures: dict[int, Exception] = {}
+    ended: set[int] = set()
+    async for event in events:
+        match event:
+            case PromptSeen():
+                seen = event
+            case Tokens(sample=index):
+                samples[index].token_ids += event.token_ids
+                samples[index].logprobs += event.logprobs
+                samples[index].text += event.text
+            case Done(sample=index):
+                _finish(samples[index], event, failures)
+                ended.add(index)
+            case Failed(sample=index):
+                failures[index] = event.error
+                ended.add(index)
+    for index in samples.keys() - ended:
+        failures[index] = OmnifleetError(
+            Reason.WORKER_LOST, f"sample {index} has no end: the stream broke", retryable=True
+        )
+    whole = {index: sample for index, sample in samples.items() if index not in failures}
+    if seen is None and whole:
+        raise OmnifleetError(Reason.CORRUPT, f"request {request_id}: no prompt echo came with the samples")
+    return Generation(
+        request_id,
+        seen.prompt_hash if seen else "",
+        seen.token_ids if seen else [],
+        seen.logprobs_mode if seen else LogprobsMode.PROCESSED,
+        seen.worker if seen else "",
+        whole,
+        failures,
+    )
+
+
+def _finish(sample: Sample, done: Done, failures: dict[int, Exception]) -> None:
+    sample.finish_reason, sample.spans = done.finish_reason, done.spans
+    sample.cached_prompt_tokens = done.cached_prompt_tokens
+    if not done.tokens == len(sample.token_ids) == len(sample.logprobs):
+        failures[sample.index] = OmnifleetError(
+            Reason.CORRUPT,
+            f"sample {sample.index}: {len(sample.token_ids)} tokens and {len(sample.logprobs)} logprobs came, "
+            f"{done.tokens} were made",
+            retryable=True,
+        )
