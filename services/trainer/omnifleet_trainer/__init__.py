@@ -1,0 +1,1 @@
+"""The trainer service: loop, GRPO maths, policy backends, batches, refit and checkpoints."""

@@ -1,0 +1,131 @@
+"""Reading a ledger: counts, rows and export. Works beside the writer and on copies in checkpoints."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.types import Identity, VersionSpan
+from omnifleet_trainer.ledger.codec import unpack, unpack_span
+from omnifleet_trainer.ledger.port import LedgerCounts
+
+STATES = ("ready", "consumed", "expired")
+
+_COUNTS = {
+    "prompts_leased": "SELECT count(DISTINCT occurrence) FROM attempts",
+    "attempts": "SELECT count(*) FROM attempts",
+    "trajectories": "SELECT count(*) FROM trajectories",
+    "consumed": "SELECT count(*) FROM consumptions WHERE voided_by IS NULL",
+    # Over occurrences, not ids: two attempts at one prompt that both trained would show here.
+    "consumed_twice": """
+        SELECT coalesce(sum(times - 1), 0) FROM (
+            SELECT count(*) AS times FROM consumptions c
+            JOIN trajectories t ON t.id = c.trajectory JOIN groups g ON g.id = t.group_id
+            WHERE c.voided_by IS NULL GROUP BY g.occurrence, t.sample HAVING times > 1)""",
+    "voided": "SELECT count(*) FROM consumptions WHERE voided_by IS NOT NULL",
+    "expired": "SELECT count(*) FROM groups WHERE state = 'expired'",
+    "failed": "SELECT count(*) FROM attempts WHERE outcome NOT IN ('scored', 'stale')",
+    "given_up": "SELECT count(*) FROM occurrences WHERE state = 'given_up'",
+    "in_flight": "SELECT count(*) FROM leases",
+    "pending": "SELECT count(*) FROM occurrences WHERE state = 'pending'",
+    "ready": "SELECT count(*) FROM groups WHERE state = 'ready'",
+    "steps": "SELECT count(DISTINCT step) FROM consumptions WHERE voided_by IS NULL",
+    # A prompt whose state has nothing to show for it: leased by nobody, or done without a living group.
+    "lost": """
+        SELECT count(*) FROM occurrences o WHERE
+            (o.state = 'leased') != EXISTS (SELECT 1 FROM leases l WHERE l.occurrence = o.id)
+            OR (o.state = 'done') !=
+               EXISTS (SELECT 1 FROM groups g WHERE g.occurrence = o.id AND g.state != 'expired')""",
+}
+
+_ROWS = """
+    SELECT t.id, g.id, g.prompt_id, g.state, t.reward, a.outcome, a.lineage,
+           coalesce(c.step, 0), t.tokens, t.payload, g.payload
+    FROM trajectories t JOIN groups g ON g.id = t.group_id JOIN attempts a ON a.id = g.id
+    LEFT JOIN consumptions c ON c.trajectory = t.id AND c.voided_by IS NULL
+    WHERE (:lineage = '' OR coalesce(c.lineage, a.lineage) = :lineage) AND (:state = '' OR g.state = :state)
+    ORDER BY t.rowid LIMIT :limit
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One trajectory as the ledger knows it. step: 0 = not consumed. lineage: of the attempt."""
+
+    trajectory: str
+    group: str
+    prompt_id: str
+    state: str
+    reward: float
+    outcome: str
+    lineage: str
+    step: int
+    tokens: int
+    own: dict[str, Any]
+    shared: dict[str, Any]
+
+    @property
+    def identity(self) -> Identity:
+        """Whose sample it is."""
+        return Identity(**self.own["identity"])
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        """Which weights made which tokens."""
+        return [unpack_span(body) for body in self.own["spans"]]
+
+    def as_json(self) -> dict[str, Any]:
+        """The whole row, for export: a line a trajectory."""
+        names = ("trajectory", "group", "prompt_id", "state", "outcome", "lineage", "step")
+        return {**{name: getattr(self, name) for name in names}, **self.shared, **self.own}
+
+
+def count_all(db: sqlite3.Connection) -> LedgerCounts:
+    """The account in one consistent look."""
+    row = db.execute("SELECT " + ", ".join(f"({query})" for query in _COUNTS.values())).fetchone()
+    return LedgerCounts(**dict(zip(_COUNTS, row, strict=True)))
+
+
+class LedgerReader:
+    """Read-only view of a ledger file. Every call opens its own connection: usable from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: a ledger, live or copied. Raises NOT_FOUND."""
+        if not path.is_file():
+            raise OmnifleetError(Reason.NOT_FOUND, f"no ledger at {path}", knob="--run-dir")
+        self._path = path
+
+    def counts(self) -> LedgerCounts:
+        """The account now."""
+        db = self._connect()
+        try:
+            return count_all(db)
+        finally:
+            db.close()
+
+    def rows(self, *, lineage: str = "", state: str = "", limit: int = -1) -> Iterator[LedgerRow]:
+        """Trajectories in the order in which they were recorded; `limit` -1 = all. Raises INVALID_REQUEST."""
+        if state and state not in STATES:
+            raise invalid(f"state {state!r} is not one of {', '.join(STATES)}")
+        db = self._connect()
+        try:
+            for row in db.execute(_ROWS, {"lineage": lineage, "state": state, "limit": limit}):
+                yield LedgerRow(*row[:9], unpack(row[9]), unpack(row[10]))
+        finally:
+            db.close()
+
+    def outcomes(self) -> dict[str, int]:
+        """Finished attempts by outcome."""
+        db = self._connect()
+        try:
+            rows = db.execute("SELECT outcome, count(*) FROM attempts WHERE outcome IS NOT NULL GROUP BY outcome")
+            return {str(outcome): int(n) for outcome, n in rows}
+        finally:
+            db.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10.0)
