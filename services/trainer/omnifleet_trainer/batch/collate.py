@@ -1,0 +1,172 @@
+"""Samples to padded micro-batches. Right padding; samples of like length share a micro-batch, longest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from omnifleet.errors import invalid
+from omnifleet.types import Digest
+from omnifleet_trainer.batch.samples import Segment, StepBatch, TrainingSample
+
+TEXT, IMAGE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class MediaContract:
+    """How a model's prompts carry pictures: one `image_token` a feature, merge x merge patches a feature."""
+
+    image_token: int
+    merge: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass. B samples, S positions; every per-token tensor is [B, S], not shifted, 0 in the padding.
+
+    rows: place of each sample in the step. input_ids, attention_mask, token_types (1 = image feature), lag: int64.
+    token_mask, generation_logprobs, advantages: float32. sample_mask: [B] float32. truncated: [B] bool.
+    first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture,
+    sample by sample in prompt order; grids: [pictures, 3] patches (t, h, w) in the same order.
+    """
+
+    rows: tuple[int, ...]
+    input_ids: Tensor
+    attention_mask: Tensor
+    token_types: Tensor
+    token_mask: Tensor
+    generation_logprobs: Tensor
+    advantages: Tensor
+    lag: Tensor
+    sample_mask: Tensor
+    truncated: Tensor
+    prompt_lengths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    first: int
+    media: tuple[Digest, ...]
+    grids: Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with its tensors on `device`."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return MicroBatch(
+            **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in fields.items()}
+        )
+
+
+def collate(
+    batch: StepBatch,
+    rows: Sequence[int],
+    *,
+    micro_batch_tokens: int,
+    contract: MediaContract | None,
+    multiple: int = 1,
+    advantage_clip: float | None = None,
+) -> list[MicroBatch]:
+    """Cut samples `rows` of a step into micro-batches of at most `micro_batch_tokens` padded tokens.
+
+    Lengths are padded to a multiple of `multiple`. Advantages are clamped to +-advantage_clip if it is set.
+    Raises OmnifleetError(INVALID_REQUEST) for a sample longer than a micro-batch, or whose image tokens are not as
+    many as its pictures' features.
+    """
+    ordered = sorted(rows, key=lambda row: -batch.samples[row].length)
+    cuts: list[list[int]] = []
+    for row in ordered:
+        width = _padded(batch.samples[row].length, multiple)
+        if width > micro_batch_tokens:
+            raise invalid(
+                f"sample {batch.samples[row].trajectory_id} takes {width} tokens, a micro-batch {micro_batch_tokens}",
+                knob="trainer.micro_batch_tokens",
+            )
+        widest = _padded(batch.samples[cuts[-1][0]].length, multiple) if cuts else 0
+        if cuts and widest * (len(cuts[-1]) + 1) <= micro_batch_tokens:
+            cuts[-1].append(row)
+        else:
+            cuts.append([row])
+    return [_micro_batch(batch, cut, contract, multiple, advantage_clip) for cut in cuts]
+
+
+def grid_of(segment: Segment) -> npt.NDArray[np.int64]:
+    """[pictures, 3] patches (t, h, w) of a segment."""
+    return np.asarray(segment["image_grid_thw"], dtype=np.int64).reshape(-1, 3)
+
+
+def patch_bounds(grids: Sequence[npt.NDArray[np.int64]]) -> list[int]:
+    """Rows of concatenated pixel_values that belong to each sample: sample k owns [bounds[k], bounds[k + 1])."""
+    return [0, *np.cumsum([int(grid.prod(-1).sum()) for grid in grids]).tolist()]
+
+
+def _micro_batch(
+    batch: StepBatch,
+    rows: Sequence[int],
+    contract: MediaContract | None,
+    multiple: int,
+    advantage_clip: float | None,
+) -> MicroBatch:
+    samples = [batch.samples[row] for row in rows]
+    width = _padded(max(sample.length for sample in samples), multiple)
+    size = (len(samples), width)
+    whole = {
+        name: np.zeros(size, np.int64) for name in ("input_ids", "attention_mask", "token_types", "lag")
+    }
+    real = {name: np.zeros(size, np.float32) for name in ("token_mask", "generation_logprobs", "advantages")}
+    for i, sample in enumerate(samples):
+        start, end = len(sample.prompt_token_ids), sample.length
+        whole["input_ids"][i, :end] = sample.prompt_token_ids + sample.token_ids
+        whole["attention_mask"][i, :end] = 1
+        whole["token_types"][i, :start] = _token_types(sample, batch, contract)
+        whole["lag"][i, start:end] = sample.lag
+        real["token_mask"][i, start:end] = _trained(sample, contract)
+        real["generation_logprobs"][i, start:end] = sample.generation_logprobs
+        real["advantages"][i, start:end] = _clamped(sample.advantage, advantage_clip)
+    grids = [grid_of(batch.segments[key]) for sample in samples for key in sample.segment_keys]
+    return MicroBatch(
+        rows=tuple(rows),
+        **{name: torch.from_numpy(value) for name, value in (whole | real).items()},
+        sample_mask=torch.tensor([float(sample.valid) for sample in samples]),
+        truncated=torch.tensor([sample.truncated for sample in samples]),
+        prompt_lengths=tuple(len(sample.prompt_token_ids) for sample in samples),
+        lengths=tuple(sample.length for sample in samples),
+        first=min(len(sample.prompt_token_ids) for sample in samples),
+        media=tuple(key for sample in samples for key in sample.segment_keys),
+        grids=torch.from_numpy(np.concatenate(grids) if grids else np.zeros((0, 3), np.int64)),
+    )
+
+
+def _token_types(
+    sample: TrainingSample, batch: StepBatch, contract: MediaContract | None
+) -> npt.NDArray[np.int64]:
+    """Marks of the prompt's tokens. An image token that the model itself wrote is text: it has no features."""
+    prompt = np.asarray(sample.prompt_token_ids)
+    if contract is None:
+        if sample.segment_keys:
+            raise invalid(f"sample {sample.trajectory_id} has pictures, the model takes none")
+        return np.zeros(len(prompt), np.int64)
+    types = np.where(prompt == contract.image_token, IMAGE, TEXT)
+    grids = [grid_of(batch.segments[key]) for key in sample.segment_keys]
+    features = sum(int(grid.prod(-1).sum()) for grid in grids) // contract.merge**2
+    if int(types.sum()) != features:
+        raise invalid(
+            f"sample {sample.trajectory_id}: {int(types.sum())} image tokens in the prompt for {features} features"
+        )
+    return types
+
+
+def _trained(sample: TrainingSample, contract: MediaContract | None) -> npt.NDArray[np.float32]:
+    mask = np.asarray(sample.mask, np.float32)
+    if contract is not None:
+        mask = mask * (np.asarray(sample.token_ids) != contract.image_token)
+    return mask.astype(np.float32)
+
+
+def _clamped(advantage: float, clip: float | None) -> float:
+    return advantage if clip is None else min(max(advantage, -clip), clip)
+
+
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
