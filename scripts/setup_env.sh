@@ -66,6 +66,10 @@ packages() {
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "the CPU environment is for Linux on x86_64; this is $(uname -sm)"
 want=$(fingerprint)
 [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && exit 0
+[ ! -e "$venv" ] || [ -f "$venv/pyvenv.cfg" ] || fail "$venv exists and is not a Python environment"
+exec 9>"$venv.lock"
+flock 9 # one set-up at a time; who waited may find it done
+[ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && exit 0
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PIP_CONSTRAINT PIP_REQUIREMENT PYTHONPATH VIRTUAL_ENV
