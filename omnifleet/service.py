@@ -73,7 +73,7 @@ def write_record(run_dir: Path, name: str, *, grpc: str, http: str = "") -> Serv
 def read_records(run_dir: Path) -> dict[str, ServiceRecord]:
     """All records of a run whose process lives."""
     records = {}
-    for path in sorted((run_dir / "services").glob("*.json")):
+    for path in sorted((run_dir / "services").glob("[!.]*.json")):
         try:
             record = ServiceRecord(**json.loads(path.read_text()))
         except (ValueError, TypeError, FileNotFoundError):

@@ -1,0 +1,5 @@
+"""`python -m omnifleet`."""
+
+from omnifleet.cli import main
+
+main()

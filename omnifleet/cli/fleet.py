@@ -1,0 +1,76 @@
+"""`omnifleet fleet`: look at the rollout workers and change the fleet while a run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from omnifleet.auth import Scope
+from omnifleet.cli.where import RunOption, find_run, secret, service
+from omnifleet.client.fleet import FleetClient, FleetView
+
+app = typer.Typer(no_args_is_help=True, help="List, scale, drain and cordon rollout workers while a run goes on.")
+WorkerArgument = Annotated[str, typer.Argument(help="Worker, as `omnifleet fleet list` names it.")]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Kept with the worker, shown in the list.")]
+Result = TypeVar("Result")
+
+
+def with_fleet(run: str, act: Callable[[FleetClient], Awaitable[Result]]) -> Result:
+    """Run one call against the registry of a run."""
+
+    async def call() -> Result:
+        run_dir = find_run(run)
+        async with FleetClient.open(service(run_dir, "gateway").grpc, secret(run_dir, Scope.OPERATOR)) as fleet:
+            return await act(fleet)
+
+    return asyncio.run(call())
+
+
+def workers_table(view: FleetView) -> Table:
+    """The fleet as a table: state, weights, load."""
+    target = view.target_version
+    table = Table(title=f"workers (wanted {view.desired}, weights {target.number if target else 'base'})", title_justify="left")
+    for column in ("worker", "state", "weights", "running", "waiting", "KV", "tok/s", "note"):
+        table.add_column(column, justify="left" if column in ("worker", "state", "note") else "right")
+    for w in view.workers:
+        version = str(w.version.number) if w.version and w.version.lineage != "base" else "base"
+        table.add_row(
+            w.id, w.state.value, version, str(w.running), str(w.waiting), f"{w.kv_usage:.0%}", f"{w.tokens_per_s:.0f}", w.note
+        )
+    return table
+
+
+@app.command("list")
+def list_workers(run: RunOption = "") -> None:
+    """Workers with their state, weight version and load."""
+    Console().print(workers_table(with_fleet(run, lambda fleet: fleet.list())))
+
+
+@app.command()
+def scale(
+    workers: Annotated[int, typer.Argument(min=0, help="Workers to run.")], run: RunOption = "", reason: ReasonOption = "operator"
+) -> None:
+    """Change the number of workers. New ones serve once they have the current weights; surplus ones drain first."""
+    draining = with_fleet(run, lambda fleet: fleet.scale(workers, reason=reason))
+    typer.echo(f"wanted: {workers} worker(s)" + (f"; draining {', '.join(draining)}" if draining else ""))
+
+
+def _verb(name: str, said: str, doc: str) -> None:
+    def act(worker: WorkerArgument, run: RunOption = "", reason: ReasonOption = "operator") -> None:
+        view = with_fleet(run, lambda fleet: fleet.act(name, worker, reason=reason))
+        typer.echo(f"{view.id} {said} (state {view.state.value})")
+
+    app.command(name, help=doc)(act)
+
+
+_verb("drain", "is draining", "Let a worker finish what it has and leave; the launcher starts another if the fleet is then too small.")
+_verb("cordon", "is cordoned", "A worker keeps its sessions and takes no new ones.")
+_verb("uncordon", "takes sessions again", "Undo cordon.")
+_verb("pin", "is pinned", "Scaling down never picks this worker.")
+_verb("unpin", "is not pinned", "Undo pin.")
+_verb("retire", "retires", "Drain a worker for good and want one fewer.")

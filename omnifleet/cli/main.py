@@ -1,0 +1,70 @@
+"""`omnifleet`: the root command, and the commands that installed services bring."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated
+
+import typer
+
+import omnifleet
+from omnifleet.cli import config, demo, fleet, run
+from omnifleet.errors import OmnifleetError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="""Asynchronous GRPO post-training of vision-language models, as services.
+
+[bold]First time:[/bold] `omnifleet demo` trains a tiny model on this machine's CPU and shows the reward rise.
+
+[bold]A run:[/bold] `omnifleet train RECIPE` starts what is not up, trains, and can be stopped and resumed at any time.
+Beside it, in another terminal: `omnifleet status`, `omnifleet fleet list|scale|drain`, `omnifleet logs`.
+
+[bold]One service alone:[/bold] `omnifleet media|reward|gateway|rollout|trainer serve --help`.""",
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"omnifleet {omnifleet.__version__} (contract {omnifleet.CONTRACT})")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version and stop.")
+    ] = False,
+) -> None:
+    """Root options."""
+
+
+run.add_to(app)
+demo.add_to(app)
+app.add_typer(fleet.app, name="fleet")
+app.add_typer(config.app, name="config")
+
+
+def _add_installed(target: typer.Typer) -> None:
+    for point in sorted(entry_points(group="omnifleet.services"), key=lambda p: p.name):
+        target.add_typer(_load(point), name=point.name, rich_help_panel="Single services")
+    for point in sorted(entry_points(group="omnifleet.commands"), key=lambda p: p.name):
+        target.command(point.name, rich_help_panel="More")(_load(point))
+
+
+def _load(point: EntryPoint) -> typer.Typer:
+    loaded: typer.Typer = point.load()
+    return loaded
+
+
+def main() -> None:
+    """Entry point: typed errors end with one clear line and status 2."""
+    _add_installed(app)
+    try:
+        app()
+    except OmnifleetError as error:
+        print(f"omnifleet: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

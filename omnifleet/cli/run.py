@@ -1,0 +1,231 @@
+"""`omnifleet up | train | status | logs | down`: one run on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from omnifleet.cli.config import OverrideArgument, RecipeArgument
+from omnifleet.cli.where import RunOption, find_run, is_up, run_recipe
+from omnifleet.config import load_recipe
+from omnifleet.config.recipe import Recipe
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.launch.local import wait_gone
+from omnifleet.launch.plan import ORDER, prepare_run
+from omnifleet.launch.port import Launcher
+from omnifleet.launch.supervisor import read_state, want
+from omnifleet.service import read_records
+
+_POLL_S = 0.1
+JsonOption = Annotated[bool, typer.Option("--log-json", help="Logs as one JSON object a line.")]
+LauncherOption = Annotated[str, typer.Option("--launcher", help="Who starts processes: local or ray.")]
+EngineOption = Annotated[str, typer.Option("--engine", hidden=True)]
+console = Console()
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to the root app."""
+    app.command()(up)
+    app.command()(train)
+    app.command()(status)
+    app.command()(logs)
+    app.command()(down)
+    app.command(hidden=True)(supervise)
+
+
+def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
+    """Load a recipe; `model.path: tiny` becomes the cached tiny checkpoint, made now if need be."""
+    recipe = load_recipe(recipe_name, overrides)
+    if recipe.model.path != "tiny":
+        if not Path(recipe.model.path).is_dir():
+            raise OmnifleetError(
+                Reason.MODEL_MISSING, f"model.path {recipe.model.path!r} is not a folder on this machine", knob="model.path"
+            )
+        return recipe
+    command = [sys.executable, "-m", "omnifleet", "tiny-model", "--seed", str(recipe.run.seed), "--print-path"]
+    made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if made.returncode != 0:
+        raise OmnifleetError(
+            Reason.MODEL_MISSING,
+            "the tiny model could not be made (see above); it needs the omnifleet-trainer distribution",
+            knob="model.path",
+        )
+    return load_recipe(recipe_name, [*overrides, f"model.path={made.stdout.strip().splitlines()[-1]}"])
+
+
+def start_services(recipe: Recipe, *, as_json: bool = False, launcher: str = "local", engine: str = "vllm") -> Path:
+    """Bring up the run's services (a supervisor in the background tends them) and wait until workers can serve."""
+    run_dir = prepare_run(recipe)
+    if not is_up(run_dir):
+        for stale in ("supervisor.json", "wanted.json"):
+            (run_dir / stale).unlink(missing_ok=True)
+        command = [sys.executable, "-m", "omnifleet", "supervise", str(run_dir), "--launcher", launcher, "--engine", engine]
+        with (run_dir / "logs" / "supervisor.log").open("ab") as log:
+            subprocess.Popen(
+                command + (["--log-json"] if as_json else []),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+    _wait_ready(run_dir, recipe.rollout.workers)
+    return run_dir
+
+
+def _wait_ready(run_dir: Path, workers: int, deadline_s: float = 600.0) -> None:
+    began = time.monotonic()
+    with console.status("starting services") as shown:
+        while time.monotonic() - began < deadline_s:
+            state = read_state(run_dir)
+            if state.get("failure"):
+                stop_services(run_dir)
+                raise OmnifleetError(Reason.UNAVAILABLE, str(state["failure"]), knob=f"{run_dir}/logs")
+            records = read_records(run_dir)
+            ready = [name for name in records if name in ORDER or name.startswith("worker-")]
+            if sum(name.startswith("worker-") for name in ready) >= workers and set(ORDER) <= set(ready):
+                console.print(f"services up in {time.monotonic() - began:.0f} s: {', '.join(sorted(ready))}")
+                return
+            shown.update(f"starting services: {', '.join(sorted(ready)) or 'none yet'} ({time.monotonic() - began:.0f} s)")
+            time.sleep(_POLL_S)
+    raise OmnifleetError(
+        Reason.DEADLINE, f"services of {run_dir.name} were not up after {deadline_s:.0f} s", knob=f"{run_dir}/logs"
+    )
+
+
+def stop_services(run_dir: Path) -> None:
+    """Stop the supervisor, which stops all it started. Harmless if nothing is up."""
+    pid = int(read_state(run_dir).get("pid", 0))
+    if not is_up(run_dir):
+        return
+    os.kill(pid, signal.SIGTERM)
+    if not wait_gone(pid, 90.0):
+        os.kill(pid, signal.SIGKILL)  # its children get SIGTERM from the kernel
+
+
+def up(
+    recipe: RecipeArgument,
+    overrides: OverrideArgument = None,
+    log_json: JsonOption = False,
+    launcher: LauncherOption = "local",
+    engine: EngineOption = "vllm",
+) -> None:
+    """Start media, reward, gateway and rollout workers of a recipe, and keep them alive in the background."""
+    loaded = resolve_model(recipe, overrides or [])
+    run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
+    console.print(f"run folder {run_dir}\nnext: omnifleet train {recipe}   |   omnifleet status   |   omnifleet down")
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverrideArgument = None,
+    log_json: JsonOption = False,
+    launcher: LauncherOption = "local",
+    keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the services up when training ends.")] = False,
+    engine: EngineOption = "vllm",
+) -> None:
+    """Train a recipe: start what is not up, resume from the newest checkpoint, show progress.
+
+    Ctrl-C checkpoints and stops; the same command goes on from there.
+    """
+    from omnifleet.cli.watch import watch_training
+
+    loaded = resolve_model(recipe, overrides or [])
+    was_up = is_up(loaded.run_dir)
+    run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
+    want(run_dir, train=True)
+    try:
+        finished = watch_training(run_dir, loaded.trainer.steps, console)
+    except KeyboardInterrupt:
+        console.print("stopping: the trainer writes a checkpoint; the same command resumes")
+        finished = False
+    finally:
+        want(run_dir, train=False)
+        if not was_up and not keep_up:
+            stop_services(run_dir)
+    if not finished:
+        failure = read_state(run_dir).get("failure", "")
+        raise typer.Exit(1 if failure else 130)
+
+
+def status(run: RunOption = "", as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False) -> None:
+    """Services, weight versions, queues and workers of a run."""
+    from omnifleet.cli.status import show_status
+
+    show_status(find_run(run), console, as_json=as_json)
+
+
+def logs(
+    service: Annotated[str, typer.Argument(help="media, reward, gateway, trainer, worker-N, supervisor; default: all.")] = "",
+    run: RunOption = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    lines: Annotated[int, typer.Option("-n", min=1, help="Last lines of each.")] = 20,
+) -> None:
+    """Show the logs of a run's services."""
+    folder = find_run(run) / "logs"
+    files = sorted(folder.glob(f"{service or '*'}.log"))
+    if not files:
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.log"))) or "none"
+        raise OmnifleetError(Reason.NOT_FOUND, f"no log of {service or 'any service'} in {folder}; there are: {known}")
+    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
+    with contextlib.suppress(KeyboardInterrupt):
+        subprocess.run(command, check=False)
+
+
+def down(run: RunOption = "") -> None:
+    """Stop all services of a run. Nothing is lost: `omnifleet train` goes on from the newest checkpoint."""
+    run_dir = find_run(run)
+    if not is_up(run_dir):
+        console.print(f"{run_dir.name} is not up")
+        return
+    with console.status(f"stopping {run_dir.name}"):
+        want(run_dir, train=False)
+        stop_services(run_dir)
+    console.print(f"{run_dir.name} is down")
+
+
+def supervise(
+    run_dir: Path, launcher: LauncherOption = "local", log_json: JsonOption = False, engine: EngineOption = "vllm"
+) -> None:
+    """The background process of `up` and `train`."""
+    from omnifleet.launch.supervisor import Supervisor
+    from omnifleet.service import run_to_exit, until_stopped
+    from omnifleet.telemetry.logs import set_up_logs
+
+    set_up_logs("supervisor", as_json=log_json)
+
+    async def tend() -> None:
+        stopped = asyncio.Event()
+        supervisor = Supervisor(run_dir, run_recipe(run_dir), make_launcher(launcher), as_json=log_json, engine=engine)
+        tending = asyncio.create_task(supervisor.run(stopped))
+        stopping = asyncio.create_task(until_stopped())
+        await asyncio.wait({tending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.set()
+        stopping.cancel()
+        await tending
+
+    run_to_exit(tend())
+
+
+def make_launcher(name: str) -> Launcher:
+    """A launcher by name. Raises INVALID_CONFIG for an unknown one."""
+    if name == "local":
+        from omnifleet.launch.local import LocalLauncher
+
+        return LocalLauncher()
+    if name == "ray":
+        from omnifleet.launch.ray_launcher import RayLauncher
+
+        return RayLauncher()
+    raise OmnifleetError(Reason.INVALID_CONFIG, f"launcher {name!r}: allowed are local, ray", knob="--launcher")
+
+

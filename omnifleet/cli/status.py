@@ -1,0 +1,125 @@
+"""`omnifleet status`: what is up, at which weights, with which queues."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from omnifleet.auth import Scope
+from omnifleet.cli.fleet import workers_table
+from omnifleet.cli.where import is_up, secret
+from omnifleet.client.fleet import FleetClient, FleetView
+from omnifleet.errors import OmnifleetError
+from omnifleet.launch.supervisor import read_state
+from omnifleet.service import ServiceRecord, read_records
+from omnifleet.wire import (
+    common_pb2,
+    media_pb2_grpc,
+    reward_pb2_grpc,
+    rollout_pb2_grpc,
+    trainer_pb2_grpc,
+)
+from omnifleet.wire.channel import open_channel
+from omnifleet.wire.errors import remote_errors
+
+_STUBS: dict[str, Any] = {
+    "media": media_pb2_grpc.MediaStub,
+    "reward": reward_pb2_grpc.RewardStub,
+    "gateway": rollout_pb2_grpc.RolloutStub,
+    "trainer": trainer_pb2_grpc.TrainerStub,
+}
+_SHOWN_COUNTERS = 6
+
+
+def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
+    """Ask every service that is up and print one screen, or one JSON object."""
+    services, view = asyncio.run(_ask_all(run_dir))
+    supervisor = read_state(run_dir)
+    if as_json:
+        workers = [_worker_json(w) for w in view.workers] if view else []
+        body = {"run": run_dir.name, "up": is_up(run_dir), "services": services, "workers": workers}
+        if view:
+            body["desired_workers"] = view.desired
+        console.print_json(json.dumps(body))
+        return
+    console.print(f"run {run_dir.name}: {'up' if is_up(run_dir) else 'down'}   ({run_dir})")
+    if supervisor.get("failure"):
+        console.print(f"[red]{supervisor['failure']}[/red]")
+    console.print(_services_table(services, supervisor))
+    if view:
+        console.print(workers_table(view))
+
+
+async def ask_service(run_dir: Path, name: str) -> dict[str, Any]:
+    """Status of one service of a run as a plain mapping: state, uptime_s, facts, counters."""
+    record = read_records(run_dir).get(name)
+    if record is None:
+        return {"name": name, "state": "down"}
+    return await _ask(record, secret(run_dir, Scope.OPERATOR))
+
+
+async def _ask_all(run_dir: Path) -> tuple[list[dict[str, Any]], FleetView | None]:
+    records, token = read_records(run_dir), secret(run_dir, Scope.OPERATOR)
+    known = [records[name] for name in _STUBS if name in records]
+    services = list(await asyncio.gather(*(_ask(record, token) for record in known)))
+    view = None
+    if "gateway" in records:
+        try:
+            async with FleetClient.open(records["gateway"].grpc, token) as fleet:
+                view = await fleet.list()
+        except OmnifleetError as error:
+            services.append({"name": "fleet", "state": str(error)})
+    return services, view
+
+
+async def _ask(record: ServiceRecord, token: str) -> dict[str, Any]:
+    answer: dict[str, Any] = {"name": record.name, "pid": record.pid, "grpc": record.grpc, "http": record.http}
+    channel = open_channel(record.grpc, token)
+    try:
+        with remote_errors():
+            status = await _STUBS[record.name](channel).Status(common_pb2.StatusRequest(), timeout=5.0)
+    except OmnifleetError as error:
+        return {**answer, "state": str(error)}
+    finally:
+        await channel.close()
+    counters = {counter.name: counter.value for counter in status.counters}
+    return {**answer, "state": status.state, "uptime_s": status.uptime_s, "facts": dict(status.facts), "counters": counters}
+
+
+def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) -> Table:
+    restarts = {p["name"]: p["restarts"] for p in supervisor.get("processes", ())}
+    table = Table(title="services", title_justify="left")
+    for column in ("service", "state", "up", "restarts", "gRPC", "HTTP", "facts"):
+        table.add_column(column, overflow="fold")
+    for service in services:
+        facts = [f"{key} {value}" for key, value in service.get("facts", {}).items()]
+        counters = [f"{key} {value:g}" for key, value in list(service.get("counters", {}).items())[:_SHOWN_COUNTERS]]
+        table.add_row(
+            service["name"],
+            service["state"],
+            f"{service.get('uptime_s', 0):.0f} s",
+            str(restarts.get(service["name"], 0)),
+            service.get("grpc", ""),
+            service.get("http", ""),
+            ", ".join(facts + counters),
+        )
+    return table
+
+
+def _worker_json(worker: Any) -> dict[str, Any]:
+    version = worker.version
+    return {
+        "id": worker.id,
+        "state": worker.state.value,
+        "version": str(version) if version else "",
+        "running": worker.running,
+        "waiting": worker.waiting,
+        "kv_usage": worker.kv_usage,
+        "tokens_per_s": worker.tokens_per_s,
+        "note": worker.note,
+    }

@@ -1,0 +1,47 @@
+"""From a recipe to the commands of its services. The same commands run locally, in containers and under Ray."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from omnifleet.config.load import dump_recipe
+from omnifleet.config.recipe import Recipe
+from omnifleet.launch.port import ProcessSpec
+from omnifleet.service import load_tokens
+
+ORDER = ("media", "reward", "gateway")
+"""Services that come up before workers and trainer, in this order."""
+
+
+def prepare_run(recipe: Recipe) -> Path:
+    """Make the run's folder with its resolved recipe and tokens; returns it (absolute)."""
+    run_dir = recipe.run_dir.resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    scratch = run_dir / ".recipe.yaml.tmp"
+    scratch.write_text(dump_recipe(recipe))
+    scratch.replace(run_dir / "recipe.yaml")
+    load_tokens(run_dir, recipe.auth.tokens_file)
+    return run_dir
+
+
+def service_spec(run_dir: Path, service: str, *, as_json: bool = False) -> ProcessSpec:
+    """Command of media, reward, gateway or trainer."""
+    command = [*_omnifleet(), service, "serve", "--run-dir", str(run_dir)]
+    return ProcessSpec(service, command + _log_flag(as_json), {}, run_dir / "logs" / f"{service}.log", {"CPU": 1})
+
+
+def worker_spec(run_dir: Path, recipe: Recipe, name: str, *, as_json: bool = False, engine: str = "vllm") -> ProcessSpec:
+    """Command of one rollout worker."""
+    command = [*_omnifleet(), "rollout", "serve", "--run-dir", str(run_dir), "--name", name, "--engine", engine]
+    on_gpu = recipe.rollout.engine.kv_cache_memory_bytes is None
+    resources = {"CPU": 1.0, "GPU": float(recipe.rollout.engine.tensor_parallel_size if on_gpu else 0)}
+    return ProcessSpec(name, command + _log_flag(as_json), {}, run_dir / "logs" / f"{name}.log", resources)
+
+
+def _omnifleet() -> list[str]:
+    return [sys.executable, "-m", "omnifleet"]
+
+
+def _log_flag(as_json: bool) -> list[str]:
+    return ["--log-json"] if as_json else []
