@@ -1,0 +1,140 @@
+"""The local launcher and the run folder: nothing outlives its leader, records tell who listens where."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from omnifleet.errors import OmnifleetError
+from omnifleet.launch.local import LocalLauncher, wait_gone
+from omnifleet.launch.plan import prepare_run, service_spec, worker_spec
+from omnifleet.launch.port import ProcessSpec
+from omnifleet.launch.supervisor import _keep_addresses, _next_worker_number, last_line, read_wanted, want
+from omnifleet.config.load import recipe_from_mapping
+from omnifleet.service import load_section, process_lives, read_records, write_record
+from omnifleet.config.services import MediaConfig
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+
+
+def spec(tmp_path: Path, code: str) -> ProcessSpec:
+    return ProcessSpec("p", [sys.executable, "-c", code], {}, tmp_path / "p.log")
+
+
+def first_line(path: Path, deadline_s: float = 20.0) -> str:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if path.exists() and "\n" in path.read_text():
+            return path.read_text().splitlines()[0]
+        time.sleep(0.02)
+    raise AssertionError(f"{path} said nothing")
+
+
+def test_a_killed_leader_leaves_no_child(tmp_path: Path) -> None:
+    handle = LocalLauncher().start(spec(tmp_path, PARENT))
+    child = int(first_line(tmp_path / "p.log"))
+    os.kill(handle.pid, signal.SIGKILL)
+    assert wait_gone(handle.pid, 10)
+    assert handle.poll() == -signal.SIGKILL
+    assert wait_gone(child, 10)
+
+
+def test_stop_takes_the_group_and_is_harmless_twice(tmp_path: Path) -> None:
+    handle = LocalLauncher().start(spec(tmp_path, PARENT))
+    child = int(first_line(tmp_path / "p.log"))
+    handle.stop(5)
+    handle.stop(5)
+    assert not process_lives(handle.pid) and wait_gone(child, 10)
+
+
+def test_a_deaf_process_is_ended_by_force(tmp_path: Path) -> None:
+    handle = LocalLauncher().start(spec(tmp_path, DEAF))
+    first_line(tmp_path / "p.log")
+    handle.stop(0.2)
+    assert handle.poll() == -signal.SIGKILL
+
+
+def test_children_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from omnifleet.launch.local import LocalLauncher;"
+        "from omnifleet.launch.port import ProcessSpec;"
+        f"h = LocalLauncher().start(ProcessSpec('p', [sys.executable, '-c', 'import time; time.sleep(600)'], {{}}, Path({str(tmp_path)!r}) / 'c.log'));"
+        "print(h.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        child = int(launcher.stdout.readline())
+        launcher.kill()
+    assert wait_gone(child, 10)
+
+
+def test_a_missing_command_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(OmnifleetError, match="cannot start p"):
+        LocalLauncher().start(ProcessSpec("p", ["/no/such/program"], {}, tmp_path / "p.log"))
+
+
+def test_records_of_dead_processes_do_not_count(tmp_path: Path) -> None:
+    write_record(tmp_path, "media", grpc="127.0.0.1:1")
+    assert read_records(tmp_path)["media"].pid == os.getpid()
+    path = tmp_path / "services" / "media.json"
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps({**body, "pid": 2**22 - 3}))
+    assert read_records(tmp_path) == {}
+
+
+def test_a_restarted_service_keeps_its_addresses(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / ".media.last.json").write_text('{"grpc": "127.0.0.1:7", "http": "127.0.0.1:8"}')
+    command = _keep_addresses(tmp_path, service_spec(tmp_path, "media")).command
+    assert command[-4:] == ["--listen", "127.0.0.1:7", "--http-listen", "127.0.0.1:8"]
+
+
+def test_worker_names_are_never_used_twice(tmp_path: Path) -> None:
+    assert _next_worker_number(tmp_path) == 0
+    (tmp_path / "logs").mkdir()
+    for number in (0, 11):
+        (tmp_path / "logs" / f"worker-{number}.log").touch()
+    assert _next_worker_number(tmp_path) == 12
+
+
+def test_wishes_add_up(tmp_path: Path) -> None:
+    want(tmp_path, train=True)
+    want(tmp_path, other=True)
+    assert read_wanted(tmp_path) == {"train": True, "other": True}
+
+
+def test_last_line_says_something(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    assert last_line(log) == "no log"
+    log.write_text("one\ntwo\n\n")
+    assert last_line(log) == "two"
+
+
+def test_a_run_folder_gives_services_their_section(tmp_path: Path) -> None:
+    body = {
+        "run": {"name": "r", "root": str(tmp_path)},
+        "model": {"path": "m"},
+        "reward": [{"name": "format"}],
+        "data": {"max_prompt_tokens": 64},
+        "media": {"decoders": 2},
+    }
+    recipe = recipe_from_mapping(body, "t")
+    run_dir = prepare_run(recipe)
+    assert load_section(run_dir, "media", MediaConfig).decoders == 2
+    assert load_section(run_dir, "media", MediaConfig, ["media.decoders=3"]).decoders == 3
+    with pytest.raises(OmnifleetError, match="did you mean 'decoders'"):
+        load_section(run_dir, "media", MediaConfig, ["media.decoder=3"])
+    assert worker_spec(run_dir, recipe, "worker-0").command[-4:] == ["--name", "worker-0", "--engine", "vllm"]
