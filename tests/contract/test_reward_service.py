@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -69,15 +70,24 @@ def started(run_dir: Path) -> Iterator[Running]:
         record = read_records(run_dir)["reward"]
         secret = Tokens.load(run_dir / "tokens.json").secret(Scope.TRAINER)
         yield Running(record.grpc, record.http, secret, process)
-        children = [
-            int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-        assert len(children) == 2 and not any(process_lives(child) for child in children)
     finally:
         process.kill()
         process.wait()
+
+
+def children(process: subprocess.Popen[bytes]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One service process for all tests of this file; at the end it stops as it should."""
+    with started(tmp_path_factory.mktemp("run")) as running:
+        yield running
+        scorers = children(running.process)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(10) == 0
+        assert scorers and not any(process_lives(pid) for pid in scorers)
 
 
 def open_client(service: Running) -> RewardClient:
@@ -198,23 +208,30 @@ async def test_http(service: Running) -> None:
         assert {"format", "exact_alnum"} <= {scorer["name"] for scorer in listed}
 
 
-async def test_a_killed_service_leaves_no_stuck_scorer(tmp_path: Path) -> None:
+def test_a_killed_service_leaves_no_stuck_scorer(tmp_path: Path) -> None:
     with started(tmp_path) as running:
-        async with open_client(running) as client:
-            slow = asyncio.create_task(
-                client.score([ScoreItem("a", "", "")], [ScorerConfig(name="judges:slow")], 30)
-            )
-            async with asyncio.timeout(10):
-                while not (await client.status()).counters["processes_busy"]:
-                    await asyncio.sleep(0.01)
-            scorers = children(running.process)
-            running.process.kill()
-            with pytest.raises(OmnifleetError) as caught:
-                await slow
-            assert caught.value.reason is Reason.UNAVAILABLE and caught.value.retryable
-            async with asyncio.timeout(10):
-                while any(process_lives(pid) for pid in scorers):  # noqa: ASYNC110 - other processes' state
-                    await asyncio.sleep(0.01)
+        scorers = asyncio.run(kill_while_scoring(running))
+        end = time.monotonic() + 10
+        while any(process_lives(pid) for pid in scorers):
+            assert time.monotonic() < end, "a scorer outlived its service"
+            time.sleep(0.01)
+
+
+async def kill_while_scoring(running: Running) -> list[int]:
+    """Kill -9 the service while one of its scorers hangs; the pids of its scorers."""
+    async with open_client(running) as client:
+        slow = asyncio.create_task(
+            client.score([ScoreItem("a", "", "")], [ScorerConfig(name="judges:slow")], 30)
+        )
+        async with asyncio.timeout(10):
+            while not (await client.status()).counters["processes_busy"]:  # noqa: ASYNC110 - another process's state
+                await asyncio.sleep(0.01)
+        scorers = children(running.process)
+        running.process.kill()
+        with pytest.raises(OmnifleetError) as caught:
+            await slow
+    assert caught.value.reason is Reason.UNAVAILABLE and caught.value.retryable
+    return scorers
 
 
 def test_commands() -> None:

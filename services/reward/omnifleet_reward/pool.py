@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ from omnifleet.telemetry.counters import Counters
 from omnifleet_reward import frames
 from omnifleet_reward.process import READY
 from omnifleet_reward.scorer import Verdict
+
+log = logging.getLogger("omnifleet.reward")
 
 _START_S = 60.0
 _RETRY_MS = (100, 30_000)
@@ -121,6 +124,10 @@ class Pool:
                 if not job.result.done():  # cancelled: the pool closes
                     job.result.set_exception(_stopping())
                 self._seconds_per_item += 0.1 * (time.monotonic() - started - self._seconds_per_item)
+            try:
+                await process.revive()
+            except OmnifleetError as error:  # the next item tries again, and says so if it fails
+                log.error("%s", error.message)
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -176,11 +183,15 @@ class _Process:
             await self.stop()
             raise OmnifleetError(Reason.INTERNAL, "a scorer process did not start: it spoke out of turn")
 
-    async def judge(self, request: dict[str, Any], timeout_s: float) -> list[Verdict]:
-        """One item. Raises the item's error: DEADLINE, INTERNAL (crash or a raising scorer) or LIMIT_EXCEEDED."""
+    async def revive(self) -> None:
+        """Start the child if it is gone. Raises INTERNAL."""
         if self._child is None or self._child.returncode is not None:
             await self.stop()
             await self.start()
+
+    async def judge(self, request: dict[str, Any], timeout_s: float) -> list[Verdict]:
+        """One item. Raises the item's error: DEADLINE, INTERNAL (crash or a raising scorer) or LIMIT_EXCEEDED."""
+        await self.revive()
         try:
             answer = await asyncio.wait_for(self._exchange(request), timeout_s)
         except TimeoutError:
