@@ -1,0 +1,4 @@
+"""The front door: chat and tokens in, placement, retries by continuation, events out. Knows workers by their wire only.
+
+Renders text with the checkpoint's tokenizer; imports no model code, no torch, no engine.
+"""
