@@ -98,6 +98,10 @@ class Vision:
             "position_ids": positions,
         }
 
+    def clear(self) -> None:
+        """Forget cached features: after a load, or a move to another device."""
+        self._cache.clear()
+
     def _features(
         self, media: tuple[Digest, ...], segments: Mapping[Digest, Segment], device: torch.device
     ) -> dict[Digest, Tensor]:

@@ -1,0 +1,88 @@
+"""AdamW with linear warm-up, and its state on disk without pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import Parameter
+
+from omnifleet.config.recipe import OptimizerConfig
+from omnifleet.errors import OmnifleetError, Reason
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """AdamW over named float32 weights. The learning rate follows training steps, not optimiser updates (NeMo RL)."""
+
+    def __init__(self, weights: Mapping[str, Parameter], config: OptimizerConfig) -> None:
+        self._weights, self._config = dict(weights), config
+        self._adam = torch.optim.AdamW(
+            list(self._weights.values()),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self.steps = 0
+        """Training steps that ended."""
+
+    def learning_rate(self) -> float:
+        """Of the step that comes: from warmup_start x lr linearly to lr over warmup_steps, then constant."""
+        warmup, start = self._config.warmup_steps, self._config.warmup_start
+        done = min(self.steps / warmup, 1.0) if warmup else 1.0
+        return self._config.lr * (start + (1 - start) * done)
+
+    def update(self) -> None:
+        """One AdamW update from the gradients that are there; clears them."""
+        for group in self._adam.param_groups:
+            group["lr"] = self.learning_rate()
+        self._adam.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop gradients."""
+        self._adam.zero_grad(set_to_none=True)
+
+    def save(self, folder: Path) -> None:
+        """Write moments.safetensors and optimizer.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        updates: dict[str, float] = {}
+        for name, weight in self._weights.items():
+            if state := self._adam.state.get(weight):
+                tensors |= {f"{moment}/{name}": state[moment].detach().cpu().contiguous() for moment in _MOMENTS}
+                updates[name] = float(state["step"])
+        save_file(tensors, folder / "moments.safetensors")
+        body = {"kind": "adamw", "steps": self.steps, "updates": updates}
+        (folder / "optimizer.json").write_text(json.dumps(body, sort_keys=True))
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. Raises OmnifleetError(CORRUPT) if it is of other weights."""
+        body = json.loads((folder / "optimizer.json").read_text())
+        tensors = load_file(folder / "moments.safetensors")
+        unknown = sorted(set(body["updates"]) - set(self._weights))
+        if unknown:
+            raise OmnifleetError(
+                Reason.CORRUPT, f"{folder} has optimiser state of weights that do not train here: {unknown[:4]}",
+                knob="model.freeze",
+            )
+        self._adam.state.clear()
+        for name, updates in body["updates"].items():
+            weight = self._weights[name]
+            moments = {moment: tensors[f"{moment}/{name}"].to(weight.device) for moment in _MOMENTS}
+            if moments["exp_avg"].shape != weight.shape:
+                raise OmnifleetError(Reason.CORRUPT, f"{folder} has optimiser state of another shape for {name}")
+            self._adam.state[weight] = {"step": torch.tensor(updates), **moments}
+        self.steps = int(body["steps"])
+
+    def move(self, device: torch.device) -> None:
+        """Carry the state to `device`; the step counters stay on the host, where AdamW wants them."""
+        for state in self._adam.state.values():
+            for moment in _MOMENTS:
+                state[moment] = state[moment].to(device)
