@@ -20,9 +20,16 @@ Metrics = dict[str, float]
 
 @torch.no_grad()
 def token_metrics(
-    *, current: Tensor, prev: Tensor, generation: Tensor, mask: Tensor, loss: Loss, normalisers: Normalisers
+    *,
+    current: Tensor,
+    prev: Tensor,
+    generation: Tensor,
+    mask: Tensor,
+    lag: Tensor,
+    loss: Loss,
+    normalisers: Normalisers,
 ) -> Metrics:
-    """Metrics of one micro-batch; logprobs and mask (token mask x sample mask) are [B, T].
+    """Metrics of one micro-batch; logprobs, mask (token mask x sample mask) and lag in steps are [B, T].
 
     token_mult_prob_error (TMPE) = mean exp|g - p|, 1 is perfect. gen_kl_error, policy_kl_error: k3 of p - g and of
     g - p. js_divergence_error: half k3 to the mixture from both sides. approx_entropy = -mean exp(l - g) l.
@@ -48,6 +55,9 @@ def token_metrics(
         if keep.any():
             metrics[f"{name}_min"] = means[name].min().item()
             metrics[f"{name}_max"] = means[name].max().item()
+    fresh = lag[keep] == 0
+    metrics["fresh_error_sum"] = means["token_mult_prob_error"][fresh].sum().item()
+    metrics["fresh_tokens"] = float(fresh.sum())
     metrics["num_valid_samples"] = float((mask.sum(-1) > 0).sum())
     metrics["loss"] = loss.value.item()
     metrics["kl_penalty"] = loss.kl.item()
@@ -70,9 +80,11 @@ def fold(parts: Iterable[Mapping[str, float]]) -> Metrics:
 
 
 def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> Metrics:
-    """Metrics of the updates of one step -> of the step; also the effective sample size.
+    """Metrics of the updates of one step -> of the step; also what only whole sums give.
 
     ess = (sum w)^2 / (n sum w^2), the share of tokens that the importance weights leave (Kish).
+    token_mult_prob_error_lag0: TMPE over the tokens that the trained weights themselves sampled; what is above 1 there
+    is the numerics of the two engines, and not the drift of the policy.
     """
     metrics = fold(updates)
     for name in metrics:
@@ -81,6 +93,9 @@ def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> Metrics:
     square = metrics.pop("importance_square", 0.0)
     if square > 0:
         metrics["ess"] = metrics["sampling_importance_ratio"] ** 2 / square
+    fresh, error = metrics.pop("fresh_tokens", 0.0), metrics.pop("fresh_error_sum", 0.0)
+    if fresh > 0:
+        metrics["token_mult_prob_error_lag0"] = error / fresh
     return metrics
 
 

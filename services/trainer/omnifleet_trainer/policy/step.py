@@ -154,7 +154,13 @@ def _backward(
     trained = mask.sum(-1) > 0
     work.errors = sequence_errors(generation, prev, mask)[trained].tolist()
     return token_metrics(
-        current=current, prev=prev, generation=generation, mask=mask, loss=loss, normalisers=normalisers
+        current=current,
+        prev=prev,
+        generation=generation,
+        mask=mask,
+        lag=work.columns("lag"),
+        loss=loss,
+        normalisers=normalisers,
     )
 
 

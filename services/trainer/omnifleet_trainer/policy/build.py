@@ -1,0 +1,41 @@
+"""From a recipe to its policy. Imports a backend's library only when that backend is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omnifleet.config.recipe import Recipe
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import LogprobsMode
+from omnifleet_trainer.policy.port import Policy
+
+
+def open_policy(recipe: Recipe, source: Path) -> Policy:
+    """The policy that `recipe.trainer.backend` names, over the checkpoint folder `source`. Close it when done.
+
+    The trainer divides its logits by sampling.temperature where the rollout's logprobs are processed, and by 1 where
+    they are raw: both sides then speak of one distribution. Raises OmnifleetError (see `AutoModelPolicy`).
+    """
+    match recipe.trainer.backend:
+        case "fake":
+            from omnifleet_trainer.policy.fake import FakePolicy
+
+            return FakePolicy()
+        case "automodel":
+            from omnifleet_trainer.policy.automodel import AutoModelPolicy
+
+            processed = recipe.rollout.logprobs_mode is LogprobsMode.PROCESSED
+            return AutoModelPolicy(
+                source,
+                trainer=recipe.trainer,
+                objective=recipe.objective,
+                temperature=recipe.sampling.temperature if processed else 1.0,
+                freeze=recipe.model.freeze,
+                seed=recipe.run.seed,
+            )
+        case "megatron":
+            raise OmnifleetError(
+                Reason.UNSUPPORTED,
+                "this build trains with the automodel backend only",
+                knob="trainer.backend",
+            )
