@@ -65,7 +65,7 @@ class ScorerConfig(StrictModel):
     """Version; default: newest."""
     weight: float = Field(1.0, gt=0)
     """Relative weight; weights are normalised to sum 1."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the scorer."""
 
 
@@ -185,6 +185,8 @@ class TrainerConfig(StrictModel):
     """Padded tokens of one forward pass; must hold the longest sequence."""
     max_staleness: int = Field(1, ge=0)
     """Steps that a sample's oldest token may lag behind the weights it trains; 0 = synchronous."""
+    buffer_groups: int | None = Field(None, ge=1)
+    """Groups that may be running or ready at once; default: (max_staleness + 1) x prompts_per_step."""
     sampler: Literal["fifo", "freshest", "in_order"] = "fifo"
     """Which ready groups a step takes."""
     attempts_per_prompt: int = Field(5, ge=1)
@@ -209,6 +211,19 @@ class TrainerConfig(StrictModel):
         if self.batch_samples is not None and samples % self.batch_samples:
             raise ValueError(
                 f"batch_samples {self.batch_samples} does not divide prompts_per_step x generations_per_prompt = {samples}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loop_can_turn(self) -> TrainerConfig:
+        if self.buffer_groups is not None and self.buffer_groups < self.prompts_per_step:
+            raise ValueError(
+                f"buffer_groups {self.buffer_groups} < prompts_per_step {self.prompts_per_step}: a step could never fill"
+            )
+        if self.refit_every > self.max_staleness + 1:
+            raise ValueError(
+                f"refit_every {self.refit_every} > max_staleness {self.max_staleness} + 1: samples would be too old to "
+                "train before newer weights serve; raise max_staleness or lower refit_every"
             )
         return self
 
@@ -277,7 +292,11 @@ class Recipe(StrictModel):
             raise ValueError(
                 "objective.baseline = leave_one_out needs trainer.generations_per_prompt >= 2: every advantage would be 0"
             )
-        per_run = self.trainer.prompts_per_step * self.trainer.generations_per_prompt * (self.trainer.max_staleness + 1)
+        per_run = (
+            self.trainer.prompts_per_step
+            * self.trainer.generations_per_prompt
+            * (self.trainer.max_staleness + 1)
+        )
         if per_run > self.gateway.queue_per_run:
             raise ValueError(
                 f"the staleness budget admits {per_run} samples at once, gateway.queue_per_run is "
