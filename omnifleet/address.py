@@ -41,7 +41,7 @@ def frame_digest(pixels: npt.NDArray[np.uint8]) -> Digest:
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"a frame is uint8 (H, W, 3), not {pixels.dtype} {pixels.shape}")
     height, width, _ = pixels.shape
-    data = memoryview(np.ascontiguousarray(pixels)).cast("B")
+    data = np.ascontiguousarray(pixels).data.cast("B")
     hasher = blake3(max_threads=blake3.AUTO) if data.nbytes >= _PARALLEL_BYTES else blake3()
     hasher.update(f"omnifleet/frame/v1 uint8 {height}x{width}x3 srgb\n".encode())
     hasher.update(data)
@@ -67,7 +67,9 @@ def media_digest(manifest: bytes) -> Digest:
     return digest_bytes(manifest, "media")
 
 
-def processor_fingerprint(class_name: str, config: Mapping[str, Any], library: str, sampling: str = "still") -> Digest:
+def processor_fingerprint(
+    class_name: str, config: Mapping[str, Any], library: str, sampling: str = "still"
+) -> Digest:
     """Address of a processor: class, config, library version (e.g. `transformers 5.18.0`) and sampling contract."""
     body = {"class": class_name, "config": config, "library": library, "sampling": sampling}
     return digest_bytes(canonical_json(body), "processor")

@@ -66,8 +66,12 @@ async def http_serving(app: FastAPI, listen: str, *, knob: str) -> AsyncIterator
         sock.bind((host.strip("[]"), int(port)))
     except OSError as error:
         sock.close()
-        raise OmnifleetError(Reason.PORT_TAKEN, f"cannot listen on {listen}: {error.strerror}", knob=knob) from error
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+        raise OmnifleetError(
+            Reason.PORT_TAKEN, f"cannot listen on {listen}: {error.strerror}", knob=knob
+        ) from error
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5
+    )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server._serve([sock]))
     try:

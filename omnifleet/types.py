@@ -11,6 +11,8 @@ Digest = NewType("Digest", str)
 
 
 class MediaKind(StrEnum):
+    """What a media object is."""
+
     IMAGE = "image"
     VIDEO = "video"
     AUDIO = "audio"
@@ -154,6 +156,8 @@ class Sampling:
 
 
 class FinishReason(StrEnum):
+    """How a reply ended: by itself, at the token limit, or aborted."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -233,6 +237,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
+        """Smallest version number among the tokens."""
         return min(span.version.number for span in self.spans)
 
 
@@ -246,4 +251,5 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
+        """Smallest version number among all tokens of the group."""
         return min(t.oldest_version for t in self.trajectories)

@@ -13,9 +13,12 @@ from omnifleet.config.load import dump_recipe
 
 app = typer.Typer(no_args_is_help=True, help="Show and check recipes.")
 
-RecipeArgument = Annotated[str, typer.Argument(help="Recipe file, or the name of a packaged recipe.", metavar="RECIPE")]
+RecipeArgument = Annotated[
+    str, typer.Argument(help="Recipe file, or the name of a packaged recipe.", metavar="RECIPE")
+]
 OverrideArgument = Annotated[
-    list[str] | None, typer.Argument(help="Changes, e.g. trainer.steps=20.", metavar="[SECTION.FIELD=VALUE]...")
+    list[str] | None,
+    typer.Argument(help="Changes, e.g. trainer.steps=20.", metavar="[SECTION.FIELD=VALUE]..."),
 ]
 
 

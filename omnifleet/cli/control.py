@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from omnifleet.config.recipe import Recipe
 from omnifleet.config.load import recipe_from_mapping
+from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.plan import prepare_run
 from omnifleet.launch.supervisor import last_line
@@ -46,11 +46,15 @@ def run_control(run_dir: Path, recipe: Recipe, console: Console) -> None:
     log = folder / "logs" / "trainer.log"
     with console.status("control: learning rate 0"), log.open("ab") as out:
         try:
-            code = subprocess.run(command, stdout=out, stderr=out, timeout=_DEADLINE_S, check=False).returncode
+            code = subprocess.run(
+                command, stdout=out, stderr=out, timeout=_DEADLINE_S, check=False
+            ).returncode
         except subprocess.TimeoutExpired:
             code = -1
     if code != 0:
-        raise OmnifleetError(Reason.INTERNAL, f"the control ended with status {code}: {last_line(log)}", knob=str(log))
+        raise OmnifleetError(
+            Reason.INTERNAL, f"the control ended with status {code}: {last_line(log)}", knob=str(log)
+        )
     summary = read_mapping(folder / "summary.json")
     console.print(
         f"      control: held-out reward {summary['heldout_start']:.3f} -> {summary['heldout_end']:.3f} "

@@ -48,7 +48,10 @@ def demo(
     _say("2/5", f"services: media, reward, gateway, {recipe.rollout.workers} rollout workers (vLLM on CPU)")
     run_dir = start_services(recipe)
     try:
-        _say("3/5", f"training: {recipe.trainer.steps} steps; beside it try `omnifleet status`, `omnifleet fleet scale 3`")
+        _say(
+            "3/5",
+            f"training: {recipe.trainer.steps} steps; beside it try `omnifleet status`, `omnifleet fleet scale 3`",
+        )
         _train(run_dir, recipe)
         if control:
             _say("4/5", "control: the same with learning rate 0")
@@ -85,7 +88,9 @@ def _train(run_dir: Path, recipe: Recipe) -> None:
     finished = watch_training(run_dir, recipe.trainer.steps, console, title="training")
     want(run_dir, train=False)
     if not finished:
-        raise OmnifleetError(Reason.INTERNAL, "the trainer failed; its log says why", knob=f"{run_dir}/logs/trainer.log")
+        raise OmnifleetError(
+            Reason.INTERNAL, "the trainer failed; its log says why", knob=f"{run_dir}/logs/trainer.log"
+        )
 
 
 def _control(run_dir: Path, recipe: Recipe) -> None:

@@ -12,9 +12,11 @@ from rich.table import Table
 
 from omnifleet.auth import Scope
 from omnifleet.cli.where import RunOption, find_run, secret, service
-from omnifleet.client.fleet import FleetClient, FleetView
+from omnifleet.client.fleet import FleetClient, FleetView, Verb
 
-app = typer.Typer(no_args_is_help=True, help="List, scale, drain and cordon rollout workers while a run goes on.")
+app = typer.Typer(
+    no_args_is_help=True, help="List, scale, drain and cordon rollout workers while a run goes on."
+)
 WorkerArgument = Annotated[str, typer.Argument(help="Worker, as `omnifleet fleet list` names it.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Kept with the worker, shown in the list.")]
 Result = TypeVar("Result")
@@ -25,7 +27,9 @@ def with_fleet(run: str, act: Callable[[FleetClient], Awaitable[Result]]) -> Res
 
     async def call() -> Result:
         run_dir = find_run(run)
-        async with FleetClient.open(service(run_dir, "gateway").grpc, secret(run_dir, Scope.OPERATOR)) as fleet:
+        async with FleetClient.open(
+            service(run_dir, "gateway").grpc, secret(run_dir, Scope.OPERATOR)
+        ) as fleet:
             return await act(fleet)
 
     return asyncio.run(call())
@@ -34,13 +38,23 @@ def with_fleet(run: str, act: Callable[[FleetClient], Awaitable[Result]]) -> Res
 def workers_table(view: FleetView) -> Table:
     """The fleet as a table: state, weights, load."""
     target = view.target_version
-    table = Table(title=f"workers (wanted {view.desired}, weights {target.number if target else 'base'})", title_justify="left")
+    table = Table(
+        title=f"workers (wanted {view.desired}, weights {target.number if target else 'base'})",
+        title_justify="left",
+    )
     for column in ("worker", "state", "weights", "running", "waiting", "KV", "tok/s", "note"):
         table.add_column(column, justify="left" if column in ("worker", "state", "note") else "right")
     for w in view.workers:
         version = str(w.version.number) if w.version and w.version.lineage != "base" else "base"
         table.add_row(
-            w.id, w.state.value, version, str(w.running), str(w.waiting), f"{w.kv_usage:.0%}", f"{w.tokens_per_s:.0f}", w.note
+            w.id,
+            w.state.value,
+            version,
+            str(w.running),
+            str(w.waiting),
+            f"{w.kv_usage:.0%}",
+            f"{w.tokens_per_s:.0f}",
+            w.note,
         )
     return table
 
@@ -53,24 +67,30 @@ def list_workers(run: RunOption = "") -> None:
 
 @app.command()
 def scale(
-    workers: Annotated[int, typer.Argument(min=0, help="Workers to run.")], run: RunOption = "", reason: ReasonOption = "operator"
+    workers: Annotated[int, typer.Argument(min=0, help="Workers to run.")],
+    run: RunOption = "",
+    reason: ReasonOption = "operator",
 ) -> None:
     """Change the number of workers. New ones serve once they have the current weights; surplus ones drain first."""
-    draining = with_fleet(run, lambda fleet: fleet.scale(workers, reason=reason))
+    _, draining = with_fleet(run, lambda fleet: fleet.scale(workers, reason=reason))
     typer.echo(f"wanted: {workers} worker(s)" + (f"; draining {', '.join(draining)}" if draining else ""))
 
 
-def _verb(name: str, said: str, doc: str) -> None:
+def _add_verb(verb: Verb, said: str, doc: str) -> None:
     def act(worker: WorkerArgument, run: RunOption = "", reason: ReasonOption = "operator") -> None:
-        view = with_fleet(run, lambda fleet: fleet.act(name, worker, reason=reason))
+        view = with_fleet(run, lambda fleet: fleet.act(verb, worker, reason))
         typer.echo(f"{view.id} {said} (state {view.state.value})")
 
-    app.command(name, help=doc)(act)
+    app.command(str(verb), help=doc)(act)
 
 
-_verb("drain", "is draining", "Let a worker finish what it has and leave; the launcher starts another if the fleet is then too small.")
-_verb("cordon", "is cordoned", "A worker keeps its sessions and takes no new ones.")
-_verb("uncordon", "takes sessions again", "Undo cordon.")
-_verb("pin", "is pinned", "Scaling down never picks this worker.")
-_verb("unpin", "is not pinned", "Undo pin.")
-_verb("retire", "retires", "Drain a worker for good and want one fewer.")
+_add_verb(
+    Verb.DRAIN,
+    "is draining",
+    "Let a worker finish what it has and leave; the launcher starts another if the fleet is then too small.",
+)
+_add_verb(Verb.CORDON, "is cordoned", "A worker keeps its sessions and takes no new ones.")
+_add_verb(Verb.UNCORDON, "takes sessions again", "Undo cordon.")
+_add_verb(Verb.PIN, "is pinned", "Scaling down never picks this worker.")
+_add_verb(Verb.UNPIN, "is not pinned", "Undo pin.")
+_add_verb(Verb.RETIRE, "retires", "Drain a worker for good and want one fewer.")

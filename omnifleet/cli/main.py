@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import omnifleet
 from omnifleet.cli import config, demo, fleet, run
-from omnifleet.errors import OmnifleetError
+from omnifleet.errors import OmnifleetError, Reason
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,9 +55,25 @@ def _add_installed(target: typer.Typer) -> None:
         target.command(point.name, rich_help_panel="More")(_load(point))
 
 
-def _load(point: EntryPoint) -> typer.Typer:
-    loaded: typer.Typer = point.load()
-    return loaded
+def _load(point: EntryPoint) -> Any:
+    """What an installed service brings; one that cannot be imported says so when it is called, and only then."""
+    try:
+        return point.load()
+    except ImportError as error:
+        return _broken(point, error)
+
+
+def _broken(point: EntryPoint, error: ImportError) -> Any:
+    message = f"`omnifleet {point.name}` cannot be used: {error}"
+
+    def refuse() -> None:
+        raise OmnifleetError(Reason.UNSUPPORTED, message, knob=f"install of {point.value.partition('.')[0]}")
+
+    if point.group == "omnifleet.commands":
+        return refuse
+    broken = typer.Typer(help=f"Not usable here: {error}", invoke_without_command=True)
+    broken.callback()(refuse)
+    return broken
 
 
 def main() -> None:

@@ -49,10 +49,20 @@ def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
     if recipe.model.path != "tiny":
         if not Path(recipe.model.path).is_dir():
             raise OmnifleetError(
-                Reason.MODEL_MISSING, f"model.path {recipe.model.path!r} is not a folder on this machine", knob="model.path"
+                Reason.MODEL_MISSING,
+                f"model.path {recipe.model.path!r} is not a folder on this machine",
+                knob="model.path",
             )
         return recipe
-    command = [sys.executable, "-m", "omnifleet", "tiny-model", "--seed", str(recipe.run.seed), "--print-path"]
+    command = [
+        sys.executable,
+        "-m",
+        "omnifleet",
+        "tiny-model",
+        "--seed",
+        str(recipe.run.seed),
+        "--print-path",
+    ]
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if made.returncode != 0:
         raise OmnifleetError(
@@ -63,13 +73,25 @@ def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
     return load_recipe(recipe_name, [*overrides, f"model.path={made.stdout.strip().splitlines()[-1]}"])
 
 
-def start_services(recipe: Recipe, *, as_json: bool = False, launcher: str = "local", engine: str = "vllm") -> Path:
+def start_services(
+    recipe: Recipe, *, as_json: bool = False, launcher: str = "local", engine: str = "vllm"
+) -> Path:
     """Bring up the run's services (a supervisor in the background tends them) and wait until workers can serve."""
     run_dir = prepare_run(recipe)
     if not is_up(run_dir):
         for stale in ("supervisor.json", "wanted.json"):
             (run_dir / stale).unlink(missing_ok=True)
-        command = [sys.executable, "-m", "omnifleet", "supervise", str(run_dir), "--launcher", launcher, "--engine", engine]
+        command = [
+            sys.executable,
+            "-m",
+            "omnifleet",
+            "supervise",
+            str(run_dir),
+            "--launcher",
+            launcher,
+            "--engine",
+            engine,
+        ]
         with (run_dir / "logs" / "supervisor.log").open("ab") as log:
             subprocess.Popen(
                 command + (["--log-json"] if as_json else []),
@@ -95,10 +117,14 @@ def _wait_ready(run_dir: Path, workers: int, deadline_s: float = 600.0) -> None:
             if sum(name.startswith("worker-") for name in ready) >= workers and set(ORDER) <= set(ready):
                 console.print(f"services up in {time.monotonic() - began:.0f} s: {', '.join(sorted(ready))}")
                 return
-            shown.update(f"starting services: {', '.join(sorted(ready)) or 'none yet'} ({time.monotonic() - began:.0f} s)")
+            shown.update(
+                f"starting services: {', '.join(sorted(ready)) or 'none yet'} ({time.monotonic() - began:.0f} s)"
+            )
             time.sleep(_POLL_S)
     raise OmnifleetError(
-        Reason.DEADLINE, f"services of {run_dir.name} were not up after {deadline_s:.0f} s", knob=f"{run_dir}/logs"
+        Reason.DEADLINE,
+        f"services of {run_dir.name} were not up after {deadline_s:.0f} s",
+        knob=f"{run_dir}/logs",
     )
 
 
@@ -122,7 +148,9 @@ def up(
     """Start media, reward, gateway and rollout workers of a recipe, and keep them alive in the background."""
     loaded = resolve_model(recipe, overrides or [])
     run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
-    console.print(f"run folder {run_dir}\nnext: omnifleet train {recipe}   |   omnifleet status   |   omnifleet down")
+    console.print(
+        f"run folder {run_dir}\nnext: omnifleet train {recipe}   |   omnifleet status   |   omnifleet down"
+    )
 
 
 def train(
@@ -130,7 +158,9 @@ def train(
     overrides: OverrideArgument = None,
     log_json: JsonOption = False,
     launcher: LauncherOption = "local",
-    keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the services up when training ends.")] = False,
+    keep_up: Annotated[
+        bool, typer.Option("--keep-up", help="Leave the services up when training ends.")
+    ] = False,
     engine: EngineOption = "vllm",
 ) -> None:
     """Train a recipe: start what is not up, resume from the newest checkpoint, show progress.
@@ -157,7 +187,9 @@ def train(
         raise typer.Exit(1 if failure else 130)
 
 
-def status(run: RunOption = "", as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False) -> None:
+def status(
+    run: RunOption = "", as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False
+) -> None:
     """Services, weight versions, queues and workers of a run."""
     from omnifleet.cli.status import show_status
 
@@ -165,7 +197,9 @@ def status(run: RunOption = "", as_json: Annotated[bool, typer.Option("--json", 
 
 
 def logs(
-    service: Annotated[str, typer.Argument(help="media, reward, gateway, trainer, worker-N, supervisor; default: all.")] = "",
+    service: Annotated[
+        str, typer.Argument(help="media, reward, gateway, trainer, worker-N, supervisor; default: all.")
+    ] = "",
     run: RunOption = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
     lines: Annotated[int, typer.Option("-n", min=1, help="Last lines of each.")] = 20,
@@ -175,7 +209,9 @@ def logs(
     files = sorted(folder.glob(f"{service or '*'}.log"))
     if not files:
         known = ", ".join(sorted(p.stem for p in folder.glob("*.log"))) or "none"
-        raise OmnifleetError(Reason.NOT_FOUND, f"no log of {service or 'any service'} in {folder}; there are: {known}")
+        raise OmnifleetError(
+            Reason.NOT_FOUND, f"no log of {service or 'any service'} in {folder}; there are: {known}"
+        )
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
     with contextlib.suppress(KeyboardInterrupt):
         subprocess.run(command, check=False)
@@ -194,7 +230,10 @@ def down(run: RunOption = "") -> None:
 
 
 def supervise(
-    run_dir: Path, launcher: LauncherOption = "local", log_json: JsonOption = False, engine: EngineOption = "vllm"
+    run_dir: Path,
+    launcher: LauncherOption = "local",
+    log_json: JsonOption = False,
+    engine: EngineOption = "vllm",
 ) -> None:
     """The background process of `up` and `train`."""
     from omnifleet.launch.supervisor import Supervisor
@@ -205,7 +244,9 @@ def supervise(
 
     async def tend() -> None:
         stopped = asyncio.Event()
-        supervisor = Supervisor(run_dir, run_recipe(run_dir), make_launcher(launcher), as_json=log_json, engine=engine)
+        supervisor = Supervisor(
+            run_dir, run_recipe(run_dir), make_launcher(launcher), as_json=log_json, engine=engine
+        )
         tending = asyncio.create_task(supervisor.run(stopped))
         stopping = asyncio.create_task(until_stopped())
         await asyncio.wait({tending, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -226,6 +267,6 @@ def make_launcher(name: str) -> Launcher:
         from omnifleet.launch.ray_launcher import RayLauncher
 
         return RayLauncher()
-    raise OmnifleetError(Reason.INVALID_CONFIG, f"launcher {name!r}: allowed are local, ray", knob="--launcher")
-
-
+    raise OmnifleetError(
+        Reason.INVALID_CONFIG, f"launcher {name!r}: allowed are local, ray", knob="--launcher"
+    )

@@ -78,7 +78,12 @@ async def _ask_all(run_dir: Path) -> tuple[list[dict[str, Any]], FleetView | Non
 
 
 async def _ask(record: ServiceRecord, token: str) -> dict[str, Any]:
-    answer: dict[str, Any] = {"name": record.name, "pid": record.pid, "grpc": record.grpc, "http": record.http}
+    answer: dict[str, Any] = {
+        "name": record.name,
+        "pid": record.pid,
+        "grpc": record.grpc,
+        "http": record.http,
+    }
     channel = open_channel(record.grpc, token)
     try:
         with remote_errors():
@@ -86,9 +91,15 @@ async def _ask(record: ServiceRecord, token: str) -> dict[str, Any]:
     except OmnifleetError as error:
         return {**answer, "state": str(error)}
     finally:
-        await channel.close()
+        await channel.close(None)
     counters = {counter.name: counter.value for counter in status.counters}
-    return {**answer, "state": status.state, "uptime_s": status.uptime_s, "facts": dict(status.facts), "counters": counters}
+    return {
+        **answer,
+        "state": status.state,
+        "uptime_s": status.uptime_s,
+        "facts": dict(status.facts),
+        "counters": counters,
+    }
 
 
 def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) -> Table:
@@ -98,7 +109,9 @@ def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) 
         table.add_column(column, overflow="fold")
     for service in services:
         facts = [f"{key} {value}" for key, value in service.get("facts", {}).items()]
-        counters = [f"{key} {value:g}" for key, value in list(service.get("counters", {}).items())[:_SHOWN_COUNTERS]]
+        counters = [
+            f"{key} {value:g}" for key, value in list(service.get("counters", {}).items())[:_SHOWN_COUNTERS]
+        ]
         table.add_row(
             service["name"],
             service["state"],

@@ -35,7 +35,11 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 def watch_training(run_dir: Path, steps: int, console: Console, *, title: str = "") -> bool:
     """Show progress until the trainer is done (True) or has failed for good (False)."""
     progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
     )
     task = progress.add_task(title or run_dir.name, total=steps)
     if not console.is_terminal:
@@ -90,7 +94,9 @@ class _LinePrinter:
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         for row in rows[self._shown :]:
-            self._console.print("  ".join(f"{heading} {_cell(row, key, form)}" for heading, key, form in COLUMNS))
+            self._console.print(
+                "  ".join(f"{heading} {_cell(row, key, form)}" for heading, key, form in COLUMNS)
+            )
         self._shown = len(rows)
 
 

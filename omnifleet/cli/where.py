@@ -30,7 +30,9 @@ def find_run(name: str) -> Path:
         return up[0].resolve()
     if runs:
         return runs[0].parent.resolve()
-    raise invalid("no run in ./runs; start one with `omnifleet up RECIPE` or `omnifleet train RECIPE`", knob="--run")
+    raise invalid(
+        "no run in ./runs; start one with `omnifleet up RECIPE` or `omnifleet train RECIPE`", knob="--run"
+    )
 
 
 def is_up(run_dir: Path) -> bool:

@@ -14,7 +14,9 @@ from omnifleet.errors import OmnifleetError, Reason
 class StrictModel(BaseModel):
     """Unknown keys are errors; the docstring under a field is its help text; values are frozen after load."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, frozen=True, validate_default=True
+    )
 
 
 def config_error(error: ValidationError, model: type[BaseModel], source: str) -> OmnifleetError:

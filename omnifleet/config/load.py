@@ -38,13 +38,17 @@ def read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise invalid(f"{path}: {error}", reason=Reason.INVALID_CONFIG) from error
     if not isinstance(body, dict):
-        raise invalid(f"{path}: a recipe is a mapping, not {type(body).__name__}", reason=Reason.INVALID_CONFIG)
+        raise invalid(
+            f"{path}: a recipe is a mapping, not {type(body).__name__}", reason=Reason.INVALID_CONFIG
+        )
     parent = body.pop("extends", None)
     if parent is None:
         return body
     base = path.parent / str(parent)
     if not base.is_file():
-        raise invalid(f"{path}: extends {parent!r}, which is not a file beside it", reason=Reason.INVALID_CONFIG)
+        raise invalid(
+            f"{path}: extends {parent!r}, which is not a file beside it", reason=Reason.INVALID_CONFIG
+        )
     return merge(read_layers(base, depth + 1), body)
 
 
@@ -94,5 +98,3 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML that loads to the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-
-

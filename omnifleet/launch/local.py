@@ -30,9 +30,11 @@ class LocalHandle:
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self._process.pid
 
     def poll(self) -> int | None:
+        """Exit status, or None while it runs."""
         code = self._process.poll()
         if code is not None:
             self._sweep()
@@ -61,6 +63,7 @@ class LocalLauncher:
     """Starts processes on this machine."""
 
     def start(self, spec: ProcessSpec) -> LocalHandle:
+        """Start `spec`, output into its log. Raises UNAVAILABLE if the command cannot be started."""
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with spec.log.open("ab") as log:

@@ -28,12 +28,26 @@ def prepare_run(recipe: Recipe) -> Path:
 def service_spec(run_dir: Path, service: str, *, as_json: bool = False) -> ProcessSpec:
     """Command of media, reward, gateway or trainer."""
     command = [*_omnifleet(), service, "serve", "--run-dir", str(run_dir)]
-    return ProcessSpec(service, command + _log_flag(as_json), {}, run_dir / "logs" / f"{service}.log", {"CPU": 1})
+    return ProcessSpec(
+        service, command + _log_flag(as_json), {}, run_dir / "logs" / f"{service}.log", {"CPU": 1}
+    )
 
 
-def worker_spec(run_dir: Path, recipe: Recipe, name: str, *, as_json: bool = False, engine: str = "vllm") -> ProcessSpec:
+def worker_spec(
+    run_dir: Path, recipe: Recipe, name: str, *, as_json: bool = False, engine: str = "vllm"
+) -> ProcessSpec:
     """Command of one rollout worker."""
-    command = [*_omnifleet(), "rollout", "serve", "--run-dir", str(run_dir), "--name", name, "--engine", engine]
+    command = [
+        *_omnifleet(),
+        "rollout",
+        "serve",
+        "--run-dir",
+        str(run_dir),
+        "--name",
+        name,
+        "--engine",
+        engine,
+    ]
     on_gpu = recipe.rollout.engine.kv_cache_memory_bytes is None
     resources = {"CPU": 1.0, "GPU": float(recipe.rollout.engine.tensor_parallel_size if on_gpu else 0)}
     return ProcessSpec(name, command + _log_flag(as_json), {}, run_dir / "logs" / f"{name}.log", resources)

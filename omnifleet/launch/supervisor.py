@@ -6,6 +6,7 @@ State is in the run's folder: supervisor.json (for `omnifleet status`), wanted.j
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from omnifleet.errors import OmnifleetError
 from omnifleet.launch.plan import ORDER, service_spec, worker_spec
 from omnifleet.launch.port import Handle, Launcher, ProcessSpec
 from omnifleet.service import load_tokens, read_records
+from omnifleet.types import WorkerState
 
 log = logging.getLogger("omnifleet.supervisor")
 
@@ -50,7 +52,13 @@ class Supervisor:
     """Runs until stopped. `engine` is passed to workers ("vllm", or "fake" in tests of everything around it)."""
 
     def __init__(
-        self, run_dir: Path, recipe: Recipe, launcher: Launcher, *, as_json: bool = False, engine: str = "vllm"
+        self,
+        run_dir: Path,
+        recipe: Recipe,
+        launcher: Launcher,
+        *,
+        as_json: bool = False,
+        engine: str = "vllm",
     ) -> None:
         self._run_dir = run_dir
         self._recipe = recipe
@@ -63,6 +71,7 @@ class Supervisor:
         self._worker_quick_deaths = 0
         self._worker_retry_at = 0.0
         self._fleet: FleetClient | None = None
+        self._closing = contextlib.AsyncExitStack()
         self._scaled = False
         self.failure = ""
 
@@ -131,7 +140,9 @@ class Supervisor:
         wanted = bool(read_wanted(self._run_dir).get("train"))
         trainer = self._services.get("trainer")
         if wanted and trainer is None and len(read_records(self._run_dir)) >= len(ORDER):
-            self._services["trainer"] = self._start(service_spec(self._run_dir, "trainer", as_json=self._as_json))
+            self._services["trainer"] = self._start(
+                service_spec(self._run_dir, "trainer", as_json=self._as_json)
+            )
         elif not wanted and trainer is not None:
             trainer.handle.stop(_STOP_GRACE_S)
             del self._services["trainer"]
@@ -143,18 +154,16 @@ class Supervisor:
         if record is None:
             return
         try:
-            if self._fleet is None:
-                secret = load_tokens(self._run_dir, self._recipe.auth.tokens_file).secret(Scope.SERVICE)
-                self._fleet = FleetClient.open(record.grpc, secret)
+            fleet = await self._open_fleet(record.grpc)
             if not self._scaled:
-                await self._fleet.scale(self._recipe.rollout.workers, reason="start")
+                await fleet.scale(self._recipe.rollout.workers, reason="start")
                 self._scaled = True
-            view = await self._fleet.list()
+            view = await fleet.list()
         except OmnifleetError as error:
             log.debug("fleet not reachable: %s", error)
             return
-        leaving = {w.id for w in view.workers if w.state.value in ("draining", "retired", "dead")}
-        serving = [name for name in self._workers if name not in leaving]
+        leaving = [w.id for w in view.workers if w.state is WorkerState.DRAINING or w.state.gone]
+        serving = [name for name in self._workers if not any(id.startswith(f"{name}-") for id in leaving)]
         missing = min(view.desired, self._recipe.rollout.max_workers) - len(serving)
         if time.monotonic() < self._worker_retry_at or self._worker_quick_deaths >= _GIVE_UP_AFTER:
             return
@@ -163,6 +172,12 @@ class Supervisor:
             self._next_worker += 1
             spec = worker_spec(self._run_dir, self._recipe, name, as_json=self._as_json, engine=self._engine)
             self._workers[name] = self._start(spec)
+
+    async def _open_fleet(self, address: str) -> FleetClient:
+        if self._fleet is None:
+            secret = load_tokens(self._run_dir, self._recipe.auth.tokens_file).secret(Scope.SERVICE)
+            self._fleet = await self._closing.enter_async_context(FleetClient.open(address, secret))
+        return self._fleet
 
     def _bury_workers(self) -> None:
         now = time.monotonic()
@@ -194,8 +209,7 @@ class Supervisor:
             await asyncio.gather(*(asyncio.to_thread(w.handle.stop, _STOP_GRACE_S) for w in together))
             for watched in together:
                 _drop_record(self._run_dir, watched.spec.name)
-        if self._fleet is not None:
-            await self._fleet.close()
+        await self._closing.aclose()
         self._write_state("stopped" if not self.failure else "failed")
 
     def _write_state(self, state: str) -> None:
@@ -233,7 +247,9 @@ def last_line(path: Path, limit: int = 400) -> str:
     try:
         with path.open("rb") as log_file:
             log_file.seek(max(0, path.stat().st_size - 8192))
-            lines = [line.strip() for line in log_file.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line.strip() for line in log_file.read().decode(errors="replace").splitlines() if line.strip()
+            ]
     except OSError:
         return "no log"
     return lines[-1][:limit] if lines else "no output"
@@ -242,7 +258,7 @@ def last_line(path: Path, limit: int = 400) -> str:
 def _keep_addresses(run_dir: Path, spec: ProcessSpec) -> ProcessSpec:
     """A restarted service listens where it did before: its peers know those addresses."""
     record = _read_json(run_dir / "services" / f".{spec.name}.last.json")
-    command = [part for part in spec.command]
+    command = list(spec.command)
     for flag, key in (("--listen", "grpc"), ("--http-listen", "http")):
         if record.get(key) and flag not in command:
             command += [flag, record[key]]
@@ -257,7 +273,9 @@ def _drop_record(run_dir: Path, name: str) -> None:
 
 def _next_worker_number(run_dir: Path) -> int:
     """Worker names are never used twice in a run: a dead id never comes back."""
-    numbers = [int(m[1]) for p in (run_dir / "logs").glob("worker-*.log") if (m := re.match(r"worker-(\d+)", p.name))]
+    numbers = [
+        int(m[1]) for p in (run_dir / "logs").glob("worker-*.log") if (m := re.match(r"worker-(\d+)", p.name))
+    ]
     return max(numbers, default=-1) + 1
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend is chosen first: no display here)
+import matplotlib.pyplot as plt
 
-from omnifleet.report.records import RunRecords  # noqa: E402
+from omnifleet.report.records import RunRecords
 
 _PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("reward", (("reward", "rollouts (temperature 1)"), ("heldout_reward", "held out (greedy)"))),

@@ -35,7 +35,9 @@ def write_page(
     counters: Mapping[str, float],
 ) -> Path:
     """Write the report to `out`. `pictures`: media digest -> PNG bytes for the sample rollouts."""
-    environment = Environment(loader=PackageLoader("omnifleet.report", "."), autoescape=select_autoescape(("html", "j2")))
+    environment = Environment(
+        loader=PackageLoader("omnifleet.report", "."), autoescape=select_autoescape(("html", "j2"))
+    )
     text = environment.get_template("page.html.j2").render(
         name=run.name,
         start=float(run.summary.get("heldout_start", 0.0)),
@@ -55,7 +57,9 @@ def sample_digests(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(d for s in samples for d in s.get("media", ())))
 
 
-def paired_samples(samples: Sequence[Mapping[str, Any]], pictures: Mapping[str, bytes]) -> list[dict[str, Any]]:
+def paired_samples(
+    samples: Sequence[Mapping[str, Any]], pictures: Mapping[str, bytes]
+) -> list[dict[str, Any]]:
     """The same held-out prompt at the first and at the last evaluation, those that changed first."""
     if not samples:
         return []

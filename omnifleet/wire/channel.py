@@ -24,16 +24,24 @@ class _Bearer:
             details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
         )
 
-    async def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], details: Any, request: Any
+    ) -> Any:
         return await continuation(self._details(details), request)
 
-    async def intercept_unary_stream(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+    async def intercept_unary_stream(
+        self, continuation: Callable[..., Any], details: Any, request: Any
+    ) -> Any:
         return await continuation(self._details(details), request)
 
-    async def intercept_stream_unary(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
+    async def intercept_stream_unary(
+        self, continuation: Callable[..., Any], details: Any, requests: Any
+    ) -> Any:
         return await continuation(self._details(details), requests)
 
-    async def intercept_stream_stream(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
+    async def intercept_stream_stream(
+        self, continuation: Callable[..., Any], details: Any, requests: Any
+    ) -> Any:
         return await continuation(self._details(details), requests)
 
 

@@ -104,7 +104,7 @@ def from_rpc(error: grpc.RpcError) -> OmnifleetError:
     for key, value in getattr(error, "trailing_metadata", tuple)() or ():
         if key == TRAILER:
             return from_detail(common_pb2.ErrorDetail.FromString(value))
-    code, text = error.code(), error.details() or ""  # type: ignore[attr-defined]
+    code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return OmnifleetError(Reason.DEADLINE, f"no answer before the deadline: {text}", retryable=True)
     if code is grpc.StatusCode.UNAVAILABLE:

@@ -20,7 +20,18 @@ from omnifleet.wire import refit_pb2
 ALIGN_BYTES = 64
 """Offsets of tensors and sizes of buckets are multiples of this."""
 CHECKSUM_ALGORITHM = "blake3"
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 """safetensors names of the dtypes that a refit may carry -> bytes of one element."""
 
 

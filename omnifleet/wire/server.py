@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -19,6 +19,8 @@ from omnifleet.wire import common_pb2
 from omnifleet.wire.errors import STATUS, TRAILER, to_detail
 
 log = logging.getLogger("omnifleet.wire")
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 MESSAGE_BYTES = 16 << 20
 """Largest single message, both directions, both sides. Tensors and media go in chunks of CHUNK_BYTES."""
@@ -36,7 +38,7 @@ INSTANCE = uuid.uuid4().hex[:12]
 """Random per process: tells a restart from a reconnect."""
 
 
-class _Border(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Checks the bearer token before a call, and turns exceptions into typed statuses after it."""
 
     def __init__(self, tokens: Tokens) -> None:
@@ -44,9 +46,9 @@ class _Border(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Handler:
         handler = await continuation(details)
         if handler is None:
             return handler
@@ -80,7 +82,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExcepti
     await context.abort(status, detail.message, ((TRAILER, detail.SerializeToString()),))
 
 
-def _wrap(handler: grpc.RpcMethodHandler, refusal: OmnifleetError | None) -> grpc.RpcMethodHandler:
+def _wrap(handler: Handler, refusal: OmnifleetError | None) -> Handler:
     behaviour: Any = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
@@ -111,7 +113,7 @@ def _wrap(handler: grpc.RpcMethodHandler, refusal: OmnifleetError | None) -> grp
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[(handler.request_streaming, handler.response_streaming)]
-    wrapped: grpc.RpcMethodHandler = make(
+    wrapped: Handler = make(
         stream if handler.response_streaming else unary,
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
@@ -138,13 +140,8 @@ async def serving(
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        port, cause = 0, error
-    else:
-        cause = None
-    if port == 0:
-        raise OmnifleetError(
-            Reason.PORT_TAKEN, f"cannot listen on {listen}: address in use or not ours", knob=knob
-        ) from cause
+        message = f"cannot listen on {listen}: address in use or not ours"
+        raise OmnifleetError(Reason.PORT_TAKEN, message, knob=knob) from error
     await server.start()
     try:
         yield f"{host}:{port}"

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_regenerating_the_stubs_gives_the_committed_files(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "generate_wire.py", tmp_path], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, ROOT / "scripts" / "generate_wire.py", tmp_path], check=True, capture_output=True
+    )
     committed = {p.name: p.read_text() for p in (ROOT / "omnifleet" / "wire").glob("*_pb2*")}
     assert committed == {p.name: p.read_text() for p in tmp_path.glob("*_pb2*")}
     assert len(committed) == 21
@@ -31,8 +33,20 @@ def test_regenerating_the_stubs_gives_the_committed_files(tmp_path: Path) -> Non
 def test_every_reason_survives_the_wire(reason: Reason) -> None:
     error = OmnifleetError(reason, "why", True, "knob", 7, WeightVersion("r", "l", 3, "d"))
     back = from_detail(to_detail(error))
-    assert (back.reason, back.message, back.retryable, back.knob, back.retry_after_ms, back.current_version) == (
-        reason, "why", True, "knob", 7, WeightVersion("r", "l", 3, "d"),
+    assert (
+        back.reason,
+        back.message,
+        back.retryable,
+        back.knob,
+        back.retry_after_ms,
+        back.current_version,
+    ) == (
+        reason,
+        "why",
+        True,
+        "knob",
+        7,
+        WeightVersion("r", "l", 3, "d"),
     )
     assert reason in STATUS and HTTP_STATUS.get(reason, 503) >= 400
 
@@ -78,7 +92,12 @@ async def failure(call) -> OmnifleetError:
 async def test_typed_errors_cross_whole(address: str) -> None:
     async with open_channel(address, TOKENS.secret(Scope.ENV)) as channel:
         error = await failure(reward_pb2_grpc.RewardStub(channel).Score(reward_pb2.ScoreRequest(), timeout=5))
-    assert (error.reason, error.retryable, error.retry_after_ms, error.knob) == (Reason.OVERLOADED, True, 50, "queue")
+    assert (error.reason, error.retryable, error.retry_after_ms, error.knob) == (
+        Reason.OVERLOADED,
+        True,
+        50,
+        "queue",
+    )
 
 
 async def test_a_bug_is_internal_and_never_retryable(address: str) -> None:
@@ -91,10 +110,14 @@ async def test_a_bug_is_internal_and_never_retryable(address: str) -> None:
 async def test_no_token_is_refused(address: str) -> None:
     async with open_channel(address, "wrong") as channel:
         stub = reward_pb2_grpc.RewardStub(channel)
-        assert (await failure(stub.Score(reward_pb2.ScoreRequest(), timeout=5))).reason is Reason.UNAUTHENTICATED
+        assert (
+            await failure(stub.Score(reward_pb2.ScoreRequest(), timeout=5))
+        ).reason is Reason.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize(("scope", "allowed"), [(Scope.OPERATOR, True), (Scope.SERVICE, True), (Scope.ENV, False)])
+@pytest.mark.parametrize(
+    ("scope", "allowed"), [(Scope.OPERATOR, True), (Scope.SERVICE, True), (Scope.ENV, False)]
+)
 async def test_scopes_guard_operator_verbs(address: str, scope: Scope, allowed: bool) -> None:
     async with open_channel(address, TOKENS.secret(scope)) as channel:
         call = fleet_pb2_grpc.FleetStub(channel).Scale(fleet_pb2.ScaleRequest(desired=2), timeout=5)
@@ -107,7 +130,9 @@ async def test_scopes_guard_operator_verbs(address: str, scope: Scope, allowed: 
 async def test_handshake_refuses_another_contract_and_missing_features(address: str) -> None:
     async with open_channel(address, TOKENS.secret(Scope.ENV)) as channel:
         stub = reward_pb2_grpc.RewardStub(channel)
-        good = await stub.Handshake(common_pb2.HandshakeRequest(contract="v1alpha", features=["batch"]), timeout=5)
+        good = await stub.Handshake(
+            common_pb2.HandshakeRequest(contract="v1alpha", features=["batch"]), timeout=5
+        )
         assert good.service == "reward" and good.instance
         for bad in (
             common_pb2.HandshakeRequest(contract="v2"),
@@ -120,14 +145,18 @@ async def test_handshake_refuses_another_contract_and_missing_features(address: 
 async def test_rpc_01_messages_around_the_default_limit_pass_both_ways(address: str, size: int) -> None:
     async with open_channel(address, TOKENS.secret(Scope.ENV)) as channel:
         stub = reward_pb2_grpc.RewardStub(channel)
-        reply = await stub.ReachableMaximum(reward_pb2.ReachableMaximumRequest(prompt_suffix="x" * size), timeout=20)
+        reply = await stub.ReachableMaximum(
+            reward_pb2.ReachableMaximumRequest(prompt_suffix="x" * size), timeout=20
+        )
     assert len(reply.example) == size
 
 
 async def test_rpc_01_above_our_own_limit_is_a_typed_refusal(address: str) -> None:
     async with open_channel(address, TOKENS.secret(Scope.ENV)) as channel:
         stub = reward_pb2_grpc.RewardStub(channel)
-        call = stub.ReachableMaximum(reward_pb2.ReachableMaximumRequest(prompt_suffix="x" * MESSAGE_BYTES), timeout=20)
+        call = stub.ReachableMaximum(
+            reward_pb2.ReachableMaximumRequest(prompt_suffix="x" * MESSAGE_BYTES), timeout=20
+        )
         error = await failure(call)
     assert error.reason is Reason.LIMIT_EXCEEDED and error.knob
 

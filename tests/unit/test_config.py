@@ -55,7 +55,10 @@ def test_every_problem_is_told_at_once() -> None:
         ({"trainer": {"prompts_per_step": 512}}, "gateway.queue_per_run"),
         ({"trainer": {"batch_samples": 7}}, "does not divide"),
         ({"objective": {"ratio": "sequence"}}, "reduction = sequence"),
-        ({"objective": {"truncation": "tis", "importance_correction": False}}, "importance_correction = true"),
+        (
+            {"objective": {"truncation": "tis", "importance_correction": False}},
+            "importance_correction = true",
+        ),
         ({"gateway": {"heartbeat_s": 9.0}}, "heartbeat_s 9.0 < suspect_after_s"),
         ({"rollout": {"workers": 9}}, "max_workers"),
     ],
@@ -79,7 +82,7 @@ def test_inheritance_in_a_circle_is_an_error(tmp_path: Path) -> None:
 def test_overrides_are_yaml_and_nest() -> None:
     body = apply_overrides({"a": {"b": 1}}, ["a.c=[1, 2]", "a.b=2.5"])
     assert body == {"a": {"b": 2.5, "c": [1, 2]}}
-    with pytest.raises(OmnifleetError, match="form section.field=value"):
+    with pytest.raises(OmnifleetError, match=r"form section\.field=value"):
         apply_overrides({}, ["trainer.steps"])
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from omnifleet.config.load import recipe_from_mapping
+from omnifleet.config.services import MediaConfig
 from omnifleet.errors import OmnifleetError
 from omnifleet.launch.local import LocalLauncher, wait_gone
 from omnifleet.launch.plan import prepare_run, service_spec, worker_spec
 from omnifleet.launch.port import ProcessSpec
 from omnifleet.launch.supervisor import _keep_addresses, _next_worker_number, last_line, read_wanted, want
-from omnifleet.config.load import recipe_from_mapping
 from omnifleet.service import load_section, process_lives, read_records, write_record
-from omnifleet.config.services import MediaConfig
 
 PARENT = """
 import subprocess, sys, time
@@ -71,7 +71,8 @@ def test_children_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from omnifleet.launch.local import LocalLauncher;"
         "from omnifleet.launch.port import ProcessSpec;"
-        f"h = LocalLauncher().start(ProcessSpec('p', [sys.executable, '-c', 'import time; time.sleep(600)'], {{}}, Path({str(tmp_path)!r}) / 'c.log'));"
+        "sleeper = [sys.executable, '-c', 'import time; time.sleep(600)'];"
+        f"h = LocalLauncher().start(ProcessSpec('p', sleeper, {{}}, Path({str(tmp_path)!r}) / 'c.log'));"
         "print(h.pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
