@@ -242,20 +242,24 @@ class SegmentRequest(_message.Message):
     def __init__(self, ref: _Optional[_Union[_common_pb2.MediaRef, _Mapping]] = ..., processor: _Optional[_Union[ProcessorSpec, _Mapping]] = ..., run: _Optional[str] = ..., same_host: _Optional[bool] = ...) -> None: ...
 
 class SegmentReply(_message.Message):
-    __slots__ = ("key", "bytes", "token_count", "grid", "shm_path", "computed")
+    __slots__ = ("key", "bytes", "token_count", "grid", "shm_path", "computed", "fingerprint", "content_digest")
     KEY_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
     SHM_PATH_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     key: str
     bytes: int
     token_count: int
     grid: _containers.RepeatedScalarFieldContainer[int]
     shm_path: str
     computed: bool
-    def __init__(self, key: _Optional[str] = ..., bytes: _Optional[int] = ..., token_count: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., shm_path: _Optional[str] = ..., computed: _Optional[bool] = ...) -> None: ...
+    fingerprint: str
+    content_digest: str
+    def __init__(self, key: _Optional[str] = ..., bytes: _Optional[int] = ..., token_count: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., shm_path: _Optional[str] = ..., computed: _Optional[bool] = ..., fingerprint: _Optional[str] = ..., content_digest: _Optional[str] = ...) -> None: ...
 
 class CollectRequest(_message.Message):
     __slots__ = ("target_bytes", "dry_run")

@@ -1,0 +1,51 @@
+"""Media objects: a manifest's content, and what is kept beside it outside the address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from omnifleet.address import manifest_bytes, media_digest
+from omnifleet.types import Digest, MediaKind, MediaRef
+
+
+@dataclass(frozen=True, slots=True)
+class MediaObject:
+    """Frames in order, all `width` x `height`; timestamps in whole microseconds, for clips only. facts: of its first source."""
+
+    kind: MediaKind
+    frames: tuple[Digest, ...]
+    width: int
+    height: int
+    timestamps_us: tuple[int, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def manifest(self) -> bytes:
+        """The bytes that the address is the digest of."""
+        return manifest_bytes(self.kind, self.frames, self.timestamps_us)
+
+    @property
+    def digest(self) -> Digest:
+        """The object's address."""
+        return media_digest(self.manifest)
+
+    @property
+    def ref(self) -> MediaRef:
+        """The reference that wires carry."""
+        return MediaRef(self.kind, self.digest)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one canonical frame."""
+        return self.width * self.height * 3
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the distinct canonical frames."""
+        return self.frame_bytes * len(set(self.frames))
+
+
+def timestamps_us(seconds: Sequence[float]) -> tuple[int, ...]:
+    """Times in whole microseconds, halves to even."""
+    return tuple(round(s * 1_000_000) for s in seconds)

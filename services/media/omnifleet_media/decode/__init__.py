@@ -1,0 +1,1 @@
+"""From source bytes to canonical frames, inside decoder processes. Knows no digest, no store and no index."""

@@ -1,0 +1,1 @@
+"""What exists, what refers to what, and who holds it, behind one port. Knows no blob's bytes."""

@@ -1,0 +1,112 @@
+"""The index behind one port: SQLite when embedded; a fleet may share another implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from omnifleet.types import Digest, Lease
+from omnifleet_media.address.manifest import MediaObject
+
+
+class Unit(StrEnum):
+    """What is leased, used and evicted as a whole. An object takes its manifest and its unshared frames along."""
+
+    OBJECT = "object"
+    SOURCE = "source"
+    SEGMENT = "segment"
+
+
+class Kind(StrEnum):
+    """What a blob holds."""
+
+    FRAME = "frame"
+    MANIFEST = "manifest"
+    SOURCE = "source"
+    SEGMENT = "segment"
+
+
+@dataclass(frozen=True, slots=True)
+class BlobName:
+    """One stored file."""
+
+    kind: Kind
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One unit."""
+
+    unit: Unit
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """Facts of a segment. content: digest of its file (domain "tensors"). grid: (t, h, w) in patches."""
+
+    key: Digest
+    media: Digest
+    fingerprint: Digest
+    token_count: int
+    grid: tuple[int, ...]
+    bytes: int
+    content: Digest
+
+
+class Index(Protocol):
+    """Every method is one atomic step. Times are Unix milliseconds. A lost connection raises UNAVAILABLE, retryable."""
+
+    async def find_alias(self, alias: Digest) -> Digest | None:
+        """The media object that a source became under a contract."""
+
+    async def read_object(self, media: Digest) -> MediaObject | None:
+        """A media object."""
+
+    async def read_frame(self, frame: Digest) -> tuple[int, int] | None:
+        """(height, width) of a frame that some object refers to."""
+
+    async def has_source(self, source: Digest) -> bool:
+        """Whether the source is stored."""
+
+    async def read_segment(self, key: Digest) -> SegmentRecord | None:
+        """A segment."""
+
+    async def write_source(self, source: Digest, used_ms: int) -> None:
+        """Record a stored source; again is harmless."""
+
+    async def write_object(self, item: MediaObject, alias: Digest, used_ms: int) -> None:
+        """Record an object, its frames and one alias; again is harmless."""
+
+    async def write_segment(self, record: SegmentRecord, used_ms: int) -> None:
+        """Record a segment; again is harmless."""
+
+    async def touch(self, used: Mapping[Entry, int]) -> None:
+        """Move last-use times forward."""
+
+    async def take_lease(self, lease: Lease, digests: Sequence[Digest]) -> list[Digest]:
+        """Lease units by digest, all or nothing; answers those that do not exist (then nothing is leased)."""
+
+    async def renew_lease(self, lease_id: str, expires_ms: int, now_ms: int) -> Lease | None:
+        """Move an unexpired lease's end; None if there is none."""
+
+    async def release_lease(self, lease_id: str) -> bool:
+        """Drop a lease; False if there is none."""
+
+    async def count_leases(self, digest: Digest | None, now_ms: int) -> int:
+        """Unexpired leases on a digest, or all."""
+
+    async def idle(self, now_ms: int, limit: int) -> list[Entry]:
+        """Unleased units, least recently used first. A leased object's segments count as leased."""
+
+    async def forget(self, entry: Entry, now_ms: int) -> list[BlobName] | None:
+        """Remove a unit and answer the blobs that nothing refers to any more; None if it is leased or gone."""
+
+    async def sync(self) -> None:
+        """Return when everything written so far survives a power cut."""
+
+    async def close(self) -> None:
+        """Finish writing and let go."""

@@ -1,0 +1,1 @@
+"""Processes that do risky or heavy work under limits, over a framed socket. Knows nothing of media."""

@@ -1,0 +1,104 @@
+"""A process that works for the service: python -m omnifleet_media.sandbox.child ROLE FD MEMORY_BYTES.
+
+It sees frames on one inherited socket, writes no file, and dies with the service.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_media.sandbox.frames import Header, receive, send
+
+ROLES = {
+    "pictures": "omnifleet_media.decode.picture",
+    "clips": "omnifleet_media.decode.clip",
+    "segments": "omnifleet_media.segment.work",
+}
+# What libraries raise on damaged or hostile input; each ends one request, not the process.
+DAMAGED = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    EOFError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+)
+_PR_SET_PDEATHSIG = 1
+
+
+class Role(Protocol):
+    """What a role's module offers."""
+
+    def prepare(self) -> Header:
+        """Import what is heavy; answers facts such as library versions."""
+
+    def work(self, header: Header, body: bytearray) -> tuple[Header, Sequence[bytes | memoryview]]:
+        """Answer one request. Raises OmnifleetError for what it can name."""
+
+
+def main() -> int:
+    """Prepare, close the door, then answer frames until the service goes."""
+    name, fd, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to handle
+    logging.disable(logging.ERROR)  # advice of libraries to their developers
+    sock = socket.socket(fileno=fd)
+    role: Role = importlib.import_module(ROLES[name])  # type: ignore[assignment]
+    facts = role.prepare()
+    _close_the_door(memory_bytes)
+    send(sock, facts)
+    while (request := receive(sock)) is not None:
+        header, bodies = _answer(role, *request)
+        send(sock, header, *bodies)
+    return 0
+
+
+def _close_the_door(memory_bytes: int) -> None:
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _answer(role: Role, header: Header, body: bytearray) -> tuple[Header, Sequence[bytes | memoryview]]:
+    try:
+        return role.work(header, body)
+    except OmnifleetError as error:
+        return _refusal(error), ()
+    except MemoryError:
+        return _refusal(
+            OmnifleetError(
+                Reason.LIMIT_EXCEEDED,
+                "decoding needs more memory than a decoder process may use",
+                knob="media.limits.decode_memory_bytes",
+            )
+        ), ()
+    except DAMAGED as error:
+        return _refusal(OmnifleetError(Reason.INVALID_MEDIA, f"{type(error).__name__}: {error}")), ()
+
+
+def _refusal(error: OmnifleetError) -> Header:
+    return {"error": {"reason": str(error.reason), "message": error.message, "knob": error.knob}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The service itself: the rooms put together, spoken to over gRPC and HTTP."""

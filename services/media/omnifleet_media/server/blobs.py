@@ -1,0 +1,56 @@
+"""From what an address means to a blob that can be checked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnifleet.address import digest_bytes, frame_digest, media_digest, source_digest
+from omnifleet.types import Digest
+from omnifleet_media.index.port import Index, Kind, SegmentRecord
+from omnifleet_media.store.blob import Blob
+
+
+def frame_blob(digest: Digest, height: int, width: int) -> Blob:
+    """Canonical pixels, H x W x 3 bytes."""
+
+    def measure(data: memoryview) -> Digest:
+        if len(data) != height * width * 3:
+            return Digest("")
+        return frame_digest(np.frombuffer(data, np.uint8).reshape(height, width, 3))
+
+    return Blob(Kind.FRAME, digest, digest, measure)
+
+
+def manifest_blob(digest: Digest) -> Blob:
+    """Canonical JSON of a media object."""
+    return Blob(Kind.MANIFEST, digest, digest, lambda data: media_digest(bytes(data)), shared=False)
+
+
+def source_blob(digest: Digest) -> Blob:
+    """A file as it was uploaded."""
+    return Blob(Kind.SOURCE, digest, digest, source_digest, shared=False)
+
+
+def segment_blob(key: Digest, content: Digest) -> Blob:
+    """A safetensors file; its address is a key, so it is checked against the digest noted when it was made."""
+    return Blob(Kind.SEGMENT, key, content, lambda data: digest_bytes(data, "tensors"))
+
+
+def record_blob(record: SegmentRecord) -> Blob:
+    """The blob of a segment."""
+    return segment_blob(record.key, record.content)
+
+
+async def find_blob(index: Index, kind: Kind, digest: Digest) -> Blob | None:
+    """The blob that the index knows under this kind and digest."""
+    match kind:
+        case Kind.FRAME:
+            shape = await index.read_frame(digest)
+            return frame_blob(digest, *shape) if shape else None
+        case Kind.MANIFEST:
+            return manifest_blob(digest) if await index.read_object(digest) else None
+        case Kind.SOURCE:
+            return source_blob(digest) if await index.has_source(digest) else None
+        case Kind.SEGMENT:
+            record = await index.read_segment(digest)
+            return record_blob(record) if record else None

@@ -1,0 +1,289 @@
+"""The library: sources in, objects and segments out; each made once, however many ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnifleet.address import (
+    alias_key,
+    digest_bytes,
+    frame_digest,
+    processor_fingerprint,
+    segment_key,
+    source_digest,
+)
+from omnifleet.config.services import MediaConfig
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.flight import SingleFlight
+from omnifleet.telemetry.counters import Counters
+from omnifleet.types import Digest, MediaKind, MediaRef
+from omnifleet_media.address.contract import DecodeContract
+from omnifleet_media.address.manifest import MediaObject, timestamps_us
+from omnifleet_media.decode.request import Decoder
+from omnifleet_media.index.port import Index, Kind, SegmentRecord, Unit
+from omnifleet_media.ingest.sniff import SourceType, sniff
+from omnifleet_media.ingest.source import Source
+from omnifleet_media.sandbox.pool import ProcessPool
+from omnifleet_media.segment.work import library as segment_library
+from omnifleet_media.server.blobs import (
+    find_blob,
+    frame_blob,
+    manifest_blob,
+    record_blob,
+    segment_blob,
+    source_blob,
+)
+from omnifleet_media.server.retention import Retention, now_ms
+from omnifleet_media.store.blob import Blob
+from omnifleet_media.store.tiers import Store
+
+log = logging.getLogger("omnifleet.media")
+
+_CONFIG_BYTES = 64 << 10
+ContractOf = Callable[[SourceType], DecodeContract]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Outcome of a put. decoded: this call's source was decoded now, not found."""
+
+    item: MediaObject
+    source: Digest
+    decoded: bool
+
+
+class Library:
+    """Puts the rooms together. One event loop; files and hashing in threads; decoding and processors in processes."""
+
+    def __init__(
+        self,
+        config: MediaConfig,
+        store: Store,
+        index: Index,
+        retention: Retention,
+        decoder: Decoder,
+        processors: ProcessPool,
+        counters: Counters,
+    ) -> None:
+        self.config, self.store, self.index, self.retention = config, store, index, retention
+        self.counters = counters
+        self._decoder, self._processors = decoder, processors
+        self._decodes: SingleFlight[Digest, MediaObject] = SingleFlight()
+        self._segments: SingleFlight[Digest, SegmentRecord] = SingleFlight()
+
+    async def warm(self) -> None:
+        """Start the first processes ahead of the first call; where there is no transformers, that is no fault."""
+        try:
+            await self._decoder.pictures.warm()
+            segment_library()
+            await self._processors.warm()
+        except OmnifleetError as error:
+            log.warning("%s", error)
+
+    async def close(self) -> None:
+        """Stop what is being made, end all processes, write last uses."""
+        await self._decodes.close()
+        await self._segments.close()
+        await self._decoder.close()
+        await self._processors.close()
+        await self.retention.note()
+
+    # ------------------------------------------------------------------ sources to objects
+
+    async def put(self, source: Source, contract: DecodeContract, *, durable: bool) -> Stored:
+        """Store a source and its object. Raises OmnifleetError: INVALID_MEDIA, LIMIT_EXCEEDED, DISK_FULL, OVERLOADED."""
+        self.counters.add("puts")
+        digest = await asyncio.to_thread(source_digest, source.data)
+        return await self._stored(digest, source, contract, durable=durable)
+
+    async def decode(self, digest: Digest, contract_of: ContractOf) -> Stored:
+        """The object of a stored source. Raises OmnifleetError: NOT_FOUND, MEDIA_LOST and those of `put`."""
+        data = bytes(await self.open(Kind.SOURCE, digest))
+        source = Source(data, sniff(data))
+        return await self._stored(digest, source, contract_of(source.type), durable=False)
+
+    async def _stored(
+        self, digest: Digest, source: Source, contract: DecodeContract, *, durable: bool
+    ) -> Stored:
+        alias = alias_key(digest, contract.as_alias_part())
+        item = await self._find(alias)
+        decoded = item is None
+        if item is None:
+            item = await self._decodes.do(alias, lambda: self._make(alias, digest, source, contract))
+        else:
+            self.counters.add("alias_hits")
+            self.retention.used(Unit.OBJECT, item.digest)
+            self.retention.used(Unit.SOURCE, digest)
+        if durable:
+            await self._make_durable(item, digest)
+        return Stored(item, digest, decoded)
+
+    async def _find(self, alias: Digest) -> MediaObject | None:
+        """The object of an alias, if its bytes are here; a lost one is made again from the source."""
+        media = await self.index.find_alias(alias)
+        item = await self.index.read_object(media) if media else None
+        if item is None or not all(self.store.has(blob) for blob in _object_blobs(item)):
+            return None
+        return item
+
+    async def _make(
+        self, alias: Digest, digest: Digest, source: Source, contract: DecodeContract
+    ) -> MediaObject:
+        clip = await self._decoder.decode(source, contract)
+        self.counters.add("decodes")
+        frames = await asyncio.to_thread(lambda: [frame_digest(frame) for frame in clip.frames])
+        height, width = clip.frames[0].shape[:2]
+        item = MediaObject(
+            kind=clip.kind,
+            frames=tuple(frames),
+            width=width,
+            height=height,
+            timestamps_us=timestamps_us(clip.timestamps_s),
+            facts={"mime": source.type.mime, "source_bytes": str(len(source.data)), **clip.facts},
+        )
+        blobs = [frame_blob(frame, height, width) for frame in frames]
+        pieces: list[tuple[Blob, bytes | memoryview]] = [
+            (blob, memoryview(np.ascontiguousarray(pixels)).cast("B"))
+            for blob, pixels in zip(blobs, clip.frames, strict=True)
+        ]
+        pieces += [(manifest_blob(item.digest), item.manifest), (source_blob(digest), source.data)]
+        await self._write(pieces, lambda: self._index_object(item, alias, digest))
+        return item
+
+    async def _index_object(self, item: MediaObject, alias: Digest, source: Digest) -> None:
+        await self.index.write_source(source, now_ms())
+        await self.index.write_object(item, alias, now_ms())
+
+    async def _make_durable(self, item: MediaObject, source: Digest) -> None:
+        blobs = [*_object_blobs(item), source_blob(source)]
+        await asyncio.to_thread(
+            lambda: [self.store.disk.sync(blob) for blob in blobs if self.store.has(blob)]
+        )
+        await self.index.sync()
+
+    async def _write(
+        self, pieces: list[tuple[Blob, bytes | memoryview]], commit: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Bytes first, then the index: a kill in between leaves orphans, never a promise without bytes."""
+        with self.store.pinned(blob for blob, _ in pieces):
+            await self.retention.make_room(
+                sum(len(data) for blob, data in pieces if not self.store.has(blob))
+            )
+            await asyncio.to_thread(lambda: [self.store.write(blob, data) for blob, data in pieces])
+            await commit()
+
+    # ------------------------------------------------------------------ out
+
+    async def object(self, digest: Digest) -> MediaObject:
+        """A media object. Raises OmnifleetError(NOT_FOUND)."""
+        item = await self.index.read_object(digest)
+        if item is None:
+            raise OmnifleetError(
+                Reason.NOT_FOUND, f"no media object {digest or '(no digest given)'} is here; upload it"
+            )
+        self.retention.used(Unit.OBJECT, digest)
+        return item
+
+    async def blob(self, kind: Kind, digest: Digest) -> Blob:
+        """A known blob. Raises OmnifleetError(NOT_FOUND)."""
+        blob = await find_blob(self.index, kind, digest)
+        if blob is None:
+            raise OmnifleetError(Reason.NOT_FOUND, f"no {kind} {digest or '(no digest given)'} is here")
+        return blob
+
+    async def open(self, kind: Kind, digest: Digest) -> memoryview:
+        """Read-only bytes. Raises OmnifleetError: NOT_FOUND, MEDIA_LOST, CORRUPT."""
+        blob = await self.blob(kind, digest)
+        return await asyncio.to_thread(self.store.open, blob)
+
+    async def map_path(self, blob: Blob) -> str:
+        """Where a same-host reader may map a blob, "" if it has to be streamed."""
+        if not blob.shared:
+            return ""
+        path = self.store.shared.path(blob) or await asyncio.to_thread(self.store.map_path, blob)
+        if path is None:
+            return ""
+        self.counters.add("shm_maps")
+        return str(path)
+
+    def has(self, blob: Blob | None) -> bool:
+        """Whether a blob's bytes are here."""
+        return blob is not None and self.store.has(blob)
+
+    # ------------------------------------------------------------------ segments
+
+    async def segment(
+        self, ref: MediaRef, class_name: str, config_json: str, claimed: str
+    ) -> tuple[SegmentRecord, bool]:
+        """Tensors of an object under a processor, and whether they were made now.
+
+        claimed: the fingerprint that the caller expects, "" for any. Raises OmnifleetError: UNSUPPORTED,
+        INVALID_REQUEST, CONTRACT_MISMATCH, NOT_FOUND, MEDIA_LOST.
+        """
+        if class_name not in self.config.processors:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED,
+                f"processor class {class_name!r} is not one of {', '.join(self.config.processors)}",
+                knob="media.processors",
+            )
+        config = _parse_config(config_json)
+        fingerprint = processor_fingerprint(class_name, config, segment_library())
+        if claimed and claimed != fingerprint:
+            raise OmnifleetError(
+                Reason.CONTRACT_MISMATCH,
+                f"this service makes segments with {segment_library()}, whose fingerprint is {fingerprint}, not {claimed}",
+                knob="install matching versions of transformers",
+            )
+        key = segment_key(ref.digest, fingerprint)
+        record = await self.index.read_segment(key)
+        made = record is None or not self.store.has(record_blob(record))
+        if record is None or made:
+            work = {"class_name": class_name, "config": config, "config_json": config_json}
+            record = await self._segments.do(
+                key, lambda: self._make_segment(ref.digest, key, fingerprint, work)
+            )
+        self.retention.used(Unit.SEGMENT, key)
+        self.counters.add("segments_served")
+        return record, made
+
+    async def _make_segment(
+        self, media: Digest, key: Digest, fingerprint: Digest, work: dict[str, object]
+    ) -> SegmentRecord:
+        item = await self.object(media)
+        if item.kind is not MediaKind.IMAGE:
+            raise OmnifleetError(Reason.UNSUPPORTED, f"segments are made of pictures, not of {item.kind}")
+        pixels = await self.open(Kind.FRAME, item.frames[0])
+        answer, body = await self._processors.call({**work, "shape": [item.height, item.width, 3]}, pixels)
+        self.counters.add("segments_computed")
+        content = await asyncio.to_thread(digest_bytes, body, "tensors")
+        record = SegmentRecord(
+            key, media, fingerprint, answer["token_count"], tuple(answer["grid"]), len(body), content
+        )
+        blob = segment_blob(key, content)
+        await self._write([(blob, body)], lambda: self.index.write_segment(record, now_ms()))
+        return record
+
+
+def _object_blobs(item: MediaObject) -> list[Blob]:
+    frames = [frame_blob(frame, item.height, item.width) for frame in dict.fromkeys(item.frames)]
+    return [*frames, manifest_blob(item.digest)]
+
+
+def _parse_config(config_json: str) -> dict[str, object]:
+    if len(config_json) > _CONFIG_BYTES:
+        raise invalid(
+            f"the processor's config has {len(config_json)} characters, at most {_CONFIG_BYTES} are allowed"
+        )
+    try:
+        config = json.loads(config_json)
+    except ValueError as error:
+        raise invalid(f"the processor's config is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise invalid("the processor's config is not a JSON object")
+    return config

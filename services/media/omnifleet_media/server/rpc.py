@@ -1,0 +1,244 @@
+"""The gRPC face of the library: proto/omnifleet/v1alpha/media.proto, method by method."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import omnifleet
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.types import Digest, MediaKind
+from omnifleet.wire import common_pb2, media_pb2
+from omnifleet.wire.codec import (
+    counters_to_wire,
+    kind_from_wire,
+    lease_to_wire,
+    media_from_wire,
+    media_to_wire,
+)
+from omnifleet.wire.media_pb2_grpc import MediaServicer
+from omnifleet.wire.server import CHUNK_BYTES, INSTANCE, handshake
+from omnifleet_media.address.contract import DecodeContract, clip, still
+from omnifleet_media.address.manifest import MediaObject
+from omnifleet_media.index.port import Kind, SegmentRecord
+from omnifleet_media.ingest.sniff import SourceType
+from omnifleet_media.ingest.source import Intake
+from omnifleet_media.server.blobs import find_blob, frame_blob, manifest_blob, record_blob
+from omnifleet_media.server.library import Library, Stored
+from omnifleet_media.server.retention import now_ms
+
+_KINDS = {
+    media_pb2.OBJECT_PART_FRAME: Kind.FRAME,
+    media_pb2.OBJECT_PART_MANIFEST: Kind.MANIFEST,
+    media_pb2.OBJECT_PART_SOURCE: Kind.SOURCE,
+    media_pb2.OBJECT_PART_SEGMENT: Kind.SEGMENT,
+}
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class MediaRpc(MediaServicer):
+    """One method a call; errors are the library's own."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._started = time.monotonic()
+        self.state = "starting"
+
+    async def Handshake(
+        self, request: common_pb2.HandshakeRequest, context: Any
+    ) -> common_pb2.HandshakeReply:
+        return handshake(request, "media")
+
+    async def Put(self, requests: AsyncIterator[media_pb2.PutRequest], context: Any) -> media_pb2.PutReply:
+        intake = Intake(self._library.config.limits)
+        header: media_pb2.PutHeader | None = None
+        async for request in requests:
+            match request.WhichOneof("part"):
+                case "header" if header is None:
+                    header = request.header
+                case "chunk" if header is not None and request.chunk.offset == intake.received:
+                    intake.add(request.chunk.data)
+                    self._library.counters.add("bytes_received", len(request.chunk.data))
+                case part:
+                    raise invalid(
+                        f"put takes one header, then chunks in order; got {part} at byte {intake.received}"
+                    )
+        if header is None:
+            raise invalid("put takes a header first")
+        source = intake.finish()
+        durable = header.durability == media_pb2.DURABILITY_DURABLE
+        contract = contract_of(header.contract, header.kind, source.type)
+        stored = await self._library.put(source, contract, durable=durable)
+        reply = put_reply(stored, header.durability)
+        if header.lease_owner:
+            digests = [stored.item.digest]
+            lease = await self._library.retention.take_lease(
+                header.run, header.lease_owner, header.lease_ttl_ms, digests
+            )
+            reply.lease.CopyFrom(lease_to_wire(lease))
+        return reply
+
+    async def Decode(self, request: media_pb2.DecodeRequest, context: Any) -> media_pb2.PutReply:
+        stored = await self._library.decode(
+            checked(request.source_digest), lambda kind: contract_of(request.contract, request.kind, kind)
+        )
+        return put_reply(stored, media_pb2.DURABILITY_MEMORY)
+
+    async def Get(self, request: media_pb2.GetRequest, context: Any) -> AsyncIterator[media_pb2.GetReply]:
+        kind = _KINDS.get(request.part)
+        if kind is None:
+            raise invalid("get needs a part: frame, manifest, source or segment")
+        digest = checked(request.digest)
+        blob = await self._library.blob(kind, digest)
+        header = media_pb2.GetHeader()
+        if kind is Kind.FRAME:
+            shape = await self._library.index.read_frame(digest)
+            header.shape.extend([*(shape or ()), 3])
+            header.dtype = "uint8"
+        if request.same_host and not request.offset and not request.length:
+            header.shm_path = await self._library.map_path(blob)
+        data = await asyncio.to_thread(self._library.store.open, blob) if not header.shm_path else None
+        if data is None:
+            header.bytes = await asyncio.to_thread(
+                lambda: self._library.store.disk.path(*blob.key).stat().st_size
+            )
+            yield media_pb2.GetReply(header=header)
+            return
+        if request.offset > len(data):
+            raise invalid(f"offset {request.offset} is beyond the {len(data)} bytes of {kind} {digest}")
+        end = min(request.offset + request.length, len(data)) if request.length else len(data)
+        header.bytes = end - request.offset
+        yield media_pb2.GetReply(header=header)
+        for offset in range(request.offset, end, CHUNK_BYTES):
+            piece = bytes(data[offset : min(offset + CHUNK_BYTES, end)])
+            last = offset + len(piece) == end
+            yield media_pb2.GetReply(chunk=common_pb2.Chunk(data=piece, offset=offset, last=last))
+            self._library.counters.add("bytes_streamed", len(piece))
+
+    async def Has(self, request: media_pb2.HasRequest, context: Any) -> media_pb2.HasReply:
+        return media_pb2.HasReply(present=[await self._has(request.part, Digest(d)) for d in request.digests])
+
+    async def _has(self, part: int, digest: Digest) -> bool:
+        kind = _KINDS.get(part)  # type: ignore[call-overload]
+        if kind is not None:
+            return self._library.has(await find_blob(self._library.index, kind, digest))
+        item = await self._library.index.read_object(digest)
+        if item is None:
+            return False
+        frames = [frame_blob(frame, item.height, item.width) for frame in item.frames]
+        return all(self._library.has(blob) for blob in (manifest_blob(digest), *frames))
+
+    async def Stat(self, request: media_pb2.StatRequest, context: Any) -> media_pb2.StatReply:
+        digest = checked(request.digest)
+        item = await self._library.object(digest)
+        tiers = self._library.store.tiers(frame_blob(item.frames[0], item.height, item.width))
+        leases = await self._library.index.count_leases(digest, now_ms())
+        return media_pb2.StatReply(info=object_info(item), leases=leases, tiers=tiers)
+
+    async def TakeLease(self, request: media_pb2.TakeLeaseRequest, context: Any) -> common_pb2.Lease:
+        digests = [checked(d) for d in request.digests]
+        lease = await self._library.retention.take_lease(request.run, request.owner, request.ttl_ms, digests)
+        return lease_to_wire(lease)
+
+    async def RenewLease(self, request: media_pb2.RenewLeaseRequest, context: Any) -> common_pb2.Lease:
+        return lease_to_wire(await self._library.retention.renew_lease(request.id, request.ttl_ms))
+
+    async def ReleaseLease(
+        self, request: media_pb2.ReleaseLeaseRequest, context: Any
+    ) -> media_pb2.ReleaseLeaseReply:
+        return media_pb2.ReleaseLeaseReply(released=await self._library.retention.release_lease(request.id))
+
+    async def Segment(self, request: media_pb2.SegmentRequest, context: Any) -> media_pb2.SegmentReply:
+        checked(request.ref.digest)
+        spec = request.processor
+        record, made = await self._library.segment(
+            media_from_wire(request.ref), spec.class_name, spec.config_json, spec.fingerprint
+        )
+        path = await self._library.map_path(record_blob(record)) if request.same_host else ""
+        return segment_reply(record, made, path)
+
+    async def Collect(self, request: media_pb2.CollectRequest, context: Any) -> media_pb2.CollectReply:
+        found = await self._library.retention.collect(request.target_bytes, dry_run=request.dry_run)
+        return media_pb2.CollectReply(
+            freed_bytes=found.freed_bytes, removed=found.removed, orphans=found.orphans
+        )
+
+    async def Verify(self, request: media_pb2.VerifyRequest, context: Any) -> media_pb2.VerifyReply:
+        checked_count, corrupt = await self._library.retention.verify([checked(d) for d in request.digests])
+        return media_pb2.VerifyReply(checked=checked_count, corrupt=corrupt)
+
+    async def Status(self, request: common_pb2.StatusRequest, context: Any) -> common_pb2.ServiceStatus:
+        config, store = self._library.config, self._library.store
+        return common_pb2.ServiceStatus(
+            service="media",
+            version=omnifleet.__version__,
+            instance=INSTANCE,
+            uptime_s=time.monotonic() - self._started,
+            state=self.state,
+            counters=counters_to_wire(self._library.counters.snapshot()),
+            facts={
+                "index": config.index,
+                "disk": f"{store.disk.used} of {config.disk_bytes} bytes",
+                "shared_memory": f"{store.shared.used} of {config.shared_memory_bytes} bytes",
+            },
+        )
+
+
+def checked(digest: str) -> Digest:
+    """A well-formed digest. Raises OmnifleetError(INVALID_REQUEST)."""
+    if not _DIGEST.fullmatch(digest):
+        raise invalid(f"{digest[:80]!r} is not a digest of 64 lower-case hex characters")
+    return Digest(digest)
+
+
+def contract_of(asked: media_pb2.DecodeContract, believed: int, found: SourceType) -> DecodeContract:
+    """The contract for what the bytes are; the caller's belief only matters where bytes can be both.
+
+    Raises OmnifleetError: UNSUPPORTED, INVALID_REQUEST.
+    """
+    if found.kind is MediaKind.AUDIO or kind_from_wire(believed) is MediaKind.AUDIO:
+        raise OmnifleetError(Reason.UNSUPPORTED, f"audio ({found.mime}) is not taken by this version")
+    if found.kind is MediaKind.IMAGE:
+        return still(asked.background)
+    return clip(asked.sampling, asked.num_frames, asked.fps, asked.temporal_patch, asked.background)
+
+
+def object_info(item: MediaObject) -> media_pb2.ObjectInfo:
+    """An object on the wire."""
+    return media_pb2.ObjectInfo(
+        ref=media_to_wire(item.ref),
+        frame_digests=item.frames,
+        timestamps_s=[us / 1_000_000 for us in item.timestamps_us],
+        width=item.width,
+        height=item.height,
+        bytes=item.bytes,
+        facts=dict(item.facts),
+    )
+
+
+def put_reply(stored: Stored, durability: media_pb2.Durability) -> media_pb2.PutReply:
+    """Outcome of a put on the wire."""
+    return media_pb2.PutReply(
+        ref=media_to_wire(stored.item.ref),
+        source_digest=stored.source,
+        decoded=stored.decoded,
+        durability=durability or media_pb2.DURABILITY_MEMORY,
+        info=object_info(stored.item),
+    )
+
+
+def segment_reply(record: SegmentRecord, made: bool, path: str) -> media_pb2.SegmentReply:
+    """A segment on the wire."""
+    return media_pb2.SegmentReply(
+        key=record.key,
+        bytes=record.bytes,
+        token_count=record.token_count,
+        grid=record.grid,
+        shm_path=path,
+        computed=made,
+        fingerprint=record.fingerprint,
+        content_digest=record.content,
+    )

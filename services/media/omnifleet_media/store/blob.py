@@ -1,0 +1,44 @@
+"""What the tiers pass around: a blob's name, and how its bytes are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from omnifleet.types import Digest
+
+Measure = Callable[[memoryview], Digest]
+"""Computes the digest that `Blob.expected` is compared with."""
+
+
+class Name(Protocol):
+    """Kind and digest: where a blob lives in every tier."""
+
+    @property
+    def kind(self) -> str:
+        """Folder of the blob."""
+
+    @property
+    def digest(self) -> Digest:
+        """File name of the blob."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A blob that can be checked. shared: it belongs in shared memory too, for same-host readers to map."""
+
+    kind: str
+    digest: Digest
+    expected: Digest
+    measure: Measure
+    shared: bool = True
+
+    @property
+    def key(self) -> tuple[str, Digest]:
+        """Identity among blobs."""
+        return (self.kind, self.digest)
+
+    def matches(self, data: memoryview) -> bool:
+        """True if the bytes are the right ones."""
+        return self.measure(data) == self.expected

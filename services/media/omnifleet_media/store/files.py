@@ -1,0 +1,57 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+from pathlib import Path
+
+_serial = itertools.count()
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_READ_ONLY = 0o444
+SCRATCH = ".part-"
+"""Prefix of files that are being written; a leftover of a killed process is removed at the next start."""
+
+
+def write_whole(path: Path, data: bytes | memoryview, *, durable: bool, scratch_dir: Path) -> None:
+    """Write beside, make read-only, rename into place; with `durable`, on the platter before it appears.
+
+    `scratch_dir` is on the same file system. Raises OSError (ENOSPC included); nothing is left behind then.
+    """
+    scratch = scratch_dir / f"{SCRATCH}{os.getpid()}-{next(_serial)}"
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            view = memoryview(data).cast("B")
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fchmod(fd, _READ_ONLY)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def sync_path(path: Path) -> None:
+    """Push a file or a folder to the platter."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def map_whole(path: Path) -> memoryview:
+    """A read-only map of a file; it stays valid after the file is unlinked. Raises FileNotFoundError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+    finally:
+        os.close(fd)
