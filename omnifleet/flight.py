@@ -25,6 +25,10 @@ class SingleFlight(Generic[Key, Value]):
             task.add_done_callback(lambda done: self._landed(key, done))
         return await asyncio.shield(task)
 
+    def running(self, key: Key) -> bool:
+        """True if `do` would join somebody else's making."""
+        return key in self._running
+
     async def close(self) -> None:
         """Cancel what is still running and wait for it."""
         running = list(self._running.values())

@@ -128,7 +128,7 @@ class MediaClient:
     def __init__(
         self, channel: grpc.aio.Channel, *, deadline_s: float, cache_bytes: int, same_host: bool
     ) -> None:
-        self._stub: Any = MediaStub(channel)
+        self._stub: Any = MediaStub(channel)  # type: ignore[no-untyped-call]
         self._deadline_s = deadline_s
         self._same_host = same_host
         self._segments = _Cache(cache_bytes)
@@ -356,8 +356,8 @@ class MediaClient:
 
     async def _open_get(self, request: media_pb2.GetRequest, left: float) -> tuple[media_pb2.GetHeader, Any]:
         replies = self._stub.Get(request, timeout=left)
-        first = await replies.read()
-        if first is grpc.aio.EOF or first.WhichOneof("part") != "header":
+        first: Any = await replies.read()
+        if not isinstance(first, media_pb2.GetReply) or first.WhichOneof("part") != "header":
             raise OmnifleetError(
                 Reason.UNAVAILABLE, f"stream of {request.digest} has no header", retryable=True
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -191,7 +190,7 @@ async def _talking(
 ) -> None:
     from omnifleet.auth import OPEN, Scope, Tokens
     from omnifleet.client.media import MediaClient
-    from omnifleet.errors import Reason, invalid
+    from omnifleet.errors import invalid
     from omnifleet.service import peer
 
     if run_dir is None and not address:

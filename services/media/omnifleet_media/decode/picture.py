@@ -45,7 +45,7 @@ def work(header: Header, body: bytearray) -> tuple[Header, Sequence[memoryview]]
     pixels = decode_picture(
         body, header["codec"], header["pixels"], (background[0], background[1], background[2])
     )
-    return {"shape": list(pixels.shape)}, [memoryview(pixels).cast("B")]
+    return {"shape": list(pixels.shape)}, [pixels.data.cast("B")]
 
 
 def decode_picture(

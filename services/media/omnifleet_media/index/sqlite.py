@@ -1,5 +1,7 @@
 """The embedded index: SQLite in WAL mode, one thread, one transaction a method."""
 
+# ruff: noqa: D102 -- the methods are documented in the port
+
 from __future__ import annotations
 
 import asyncio

@@ -12,7 +12,7 @@ _SCHEME = b"data:"
 _HEADER_BYTES = 1024
 
 
-def is_data_url(data: bytes | memoryview) -> bool:
+def is_data_url(data: bytes | bytearray | memoryview) -> bool:
     """True if the bytes start with `data:`, in any case."""
     return bytes(data[: len(_SCHEME)]).lower() == _SCHEME
 

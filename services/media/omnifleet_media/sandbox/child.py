@@ -16,7 +16,8 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, cast
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.sandbox.frames import Header, receive, send
@@ -61,7 +62,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to handle
     logging.disable(logging.ERROR)  # advice of libraries to their developers
     sock = socket.socket(fileno=fd)
-    role: Role = importlib.import_module(ROLES[name])  # type: ignore[assignment]
+    role: Role = cast(Role, importlib.import_module(ROLES[name]))
     facts = role.prepare()
     _close_the_door(memory_bytes)
     send(sock, facts)
@@ -72,7 +73,7 @@ def main() -> int:
 
 
 def _close_the_door(memory_bytes: int) -> None:
-    pages = int(open("/proc/self/statm").read().split()[0])
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,8 +74,8 @@ class Library:
         self.config, self.store, self.index, self.retention = config, store, index, retention
         self.counters = counters
         self._decoder, self._processors = decoder, processors
-        self._decodes: SingleFlight[Digest, MediaObject] = SingleFlight()
-        self._segments: SingleFlight[Digest, SegmentRecord] = SingleFlight()
+        self._decodes: SingleFlight[Digest, tuple[MediaObject, bool]] = SingleFlight()
+        self._segments: SingleFlight[Digest, tuple[SegmentRecord, bool]] = SingleFlight()
 
     async def warm(self) -> None:
         """Start the first processes ahead of the first call; where there is no transformers, that is no fault."""
@@ -112,17 +112,25 @@ class Library:
         self, digest: Digest, source: Source, contract: DecodeContract, *, durable: bool
     ) -> Stored:
         alias = alias_key(digest, contract.as_alias_part())
-        item = await self._find(alias)
-        decoded = item is None
-        if item is None:
-            item = await self._decodes.do(alias, lambda: self._make(alias, digest, source, contract))
-        else:
+        joins = self._decodes.running(alias)
+        item, decoded = await self._decodes.do(
+            alias, lambda: self._find_or_make(alias, digest, source, contract)
+        )
+        if joins or not decoded:
             self.counters.add("alias_hits")
             self.retention.used(Unit.OBJECT, item.digest)
             self.retention.used(Unit.SOURCE, digest)
         if durable:
             await self._make_durable(item, digest)
-        return Stored(item, digest, decoded)
+        return Stored(item, digest, decoded and not joins)
+
+    async def _find_or_make(
+        self, alias: Digest, digest: Digest, source: Source, contract: DecodeContract
+    ) -> tuple[MediaObject, bool]:
+        item = await self._find(alias)
+        if item is not None:
+            return item, False
+        return await self._make(alias, digest, source, contract), True
 
     async def _find(self, alias: Digest) -> MediaObject | None:
         """The object of an alias, if its bytes are here; a lost one is made again from the source."""
@@ -149,7 +157,7 @@ class Library:
         )
         blobs = [frame_blob(frame, height, width) for frame in frames]
         pieces: list[tuple[Blob, bytes | memoryview]] = [
-            (blob, memoryview(np.ascontiguousarray(pixels)).cast("B"))
+            (blob, np.ascontiguousarray(pixels).data.cast("B"))
             for blob, pixels in zip(blobs, clip.frames, strict=True)
         ]
         pieces += [(manifest_blob(item.digest), item.manifest), (source_blob(digest), source.data)]
@@ -162,9 +170,7 @@ class Library:
 
     async def _make_durable(self, item: MediaObject, source: Digest) -> None:
         blobs = [*_object_blobs(item), source_blob(source)]
-        await asyncio.to_thread(
-            lambda: [self.store.disk.sync(blob) for blob in blobs if self.store.has(blob)]
-        )
+        await asyncio.to_thread(self.store.sync, blobs)
         await self.index.sync()
 
     async def _write(
@@ -175,12 +181,12 @@ class Library:
             await self.retention.make_room(
                 sum(len(data) for blob, data in pieces if not self.store.has(blob))
             )
-            await asyncio.to_thread(lambda: [self.store.write(blob, data) for blob, data in pieces])
+            await asyncio.to_thread(self.store.write, pieces)
             await commit()
 
     # ------------------------------------------------------------------ out
 
-    async def object(self, digest: Digest) -> MediaObject:
+    async def read(self, digest: Digest) -> MediaObject:
         """A media object. Raises OmnifleetError(NOT_FOUND)."""
         item = await self.index.read_object(digest)
         if item is None:
@@ -241,21 +247,27 @@ class Library:
                 knob="install matching versions of transformers",
             )
         key = segment_key(ref.digest, fingerprint)
-        record = await self.index.read_segment(key)
-        made = record is None or not self.store.has(record_blob(record))
-        if record is None or made:
-            work = {"class_name": class_name, "config": config, "config_json": config_json}
-            record = await self._segments.do(
-                key, lambda: self._make_segment(ref.digest, key, fingerprint, work)
-            )
+        work = {"class_name": class_name, "config": config, "config_json": config_json}
+        joins = self._segments.running(key)
+        record, made = await self._segments.do(
+            key, lambda: self._find_or_make_segment(ref.digest, key, fingerprint, work)
+        )
         self.retention.used(Unit.SEGMENT, key)
         self.counters.add("segments_served")
-        return record, made
+        return record, made and not joins
+
+    async def _find_or_make_segment(
+        self, media: Digest, key: Digest, fingerprint: Digest, work: Mapping[str, object]
+    ) -> tuple[SegmentRecord, bool]:
+        record = await self.index.read_segment(key)
+        if record is not None and self.store.has(record_blob(record)):
+            return record, False
+        return await self._make_segment(media, key, fingerprint, work), True
 
     async def _make_segment(
-        self, media: Digest, key: Digest, fingerprint: Digest, work: dict[str, object]
+        self, media: Digest, key: Digest, fingerprint: Digest, work: Mapping[str, object]
     ) -> SegmentRecord:
-        item = await self.object(media)
+        item = await self.read(media)
         if item.kind is not MediaKind.IMAGE:
             raise OmnifleetError(Reason.UNSUPPORTED, f"segments are made of pictures, not of {item.kind}")
         pixels = await self.open(Kind.FRAME, item.frames[0])

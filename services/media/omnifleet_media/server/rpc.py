@@ -1,5 +1,7 @@
 """The gRPC face of the library: proto/omnifleet/v1alpha/media.proto, method by method."""
 
+# ruff: noqa: D102 -- the methods are documented there
+
 from __future__ import annotations
 
 import asyncio
@@ -133,7 +135,7 @@ class MediaRpc(MediaServicer):
 
     async def Stat(self, request: media_pb2.StatRequest, context: Any) -> media_pb2.StatReply:
         digest = checked(request.digest)
-        item = await self._library.object(digest)
+        item = await self._library.read(digest)
         tiers = self._library.store.tiers(frame_blob(item.frames[0], item.height, item.width))
         leases = await self._library.index.count_leases(digest, now_ms())
         return media_pb2.StatReply(info=object_info(item), leases=leases, tiers=tiers)

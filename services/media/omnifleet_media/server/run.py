@@ -95,7 +95,7 @@ async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> As
         grpc = await stack.enter_async_context(
             serving(
                 config.listen,
-                lambda server: add_MediaServicer_to_server(rpc, server),
+                lambda server: add_MediaServicer_to_server(rpc, server),  # type: ignore[no-untyped-call]
                 tokens=tokens,
                 knob="media.listen",
             )

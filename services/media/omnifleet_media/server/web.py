@@ -41,7 +41,7 @@ def media_app(library: Library, tokens: Tokens, ready: Callable[[], bool]) -> Fa
 
     @routes.get("/{digest}")
     async def facts(digest: str) -> dict[str, Any]:
-        return _facts(await library.object(checked(digest)))
+        return _facts(await library.read(checked(digest)))
 
     @routes.get("/{digest}/preview.png")
     async def preview(digest: str) -> Response:
@@ -107,7 +107,7 @@ def _limited(request: Request, library: Library) -> Request:
 
 
 async def _png(library: Library, digest: Digest, i: int, side: int | None) -> Response:
-    item = await library.object(digest)
+    item = await library.read(digest)
     if not 0 <= i < len(item.frames):
         raise OmnifleetError(
             Reason.NOT_FOUND, f"media://{digest} has frames 0 to {len(item.frames) - 1}, not {i}"

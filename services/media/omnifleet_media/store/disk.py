@@ -46,17 +46,15 @@ class DiskTier:
         """Whether the blob's file is there; its bytes are checked when they are read."""
         return self.path(*blob.key).exists()
 
-    def write(self, blob: Blob, data: bytes | memoryview, *, durable: bool) -> None:
+    def write(self, blob: Blob, data: bytes | memoryview) -> None:
         """Store a blob; again is harmless. Raises OmnifleetError(DISK_FULL); nothing half-written is left."""
         path = self.path(*blob.key)
         try:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, data, durable=durable, scratch_dir=self._scratch)
+                write_whole(path, data, scratch_dir=self._scratch)
                 with self._lock:
                     self.used += len(data)
-            if durable:
-                self.sync(blob)
         except OSError as error:
             if error.errno in FULL:
                 raise OmnifleetError(

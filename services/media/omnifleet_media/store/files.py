@@ -15,8 +15,8 @@ SCRATCH = ".part-"
 """Prefix of files that are being written; a leftover of a killed process is removed at the next start."""
 
 
-def write_whole(path: Path, data: bytes | memoryview, *, durable: bool, scratch_dir: Path) -> None:
-    """Write beside, make read-only, rename into place; with `durable`, on the platter before it appears.
+def write_whole(path: Path, data: bytes | memoryview, *, scratch_dir: Path) -> None:
+    """Write beside, make read-only, rename into place.
 
     `scratch_dir` is on the same file system. Raises OSError (ENOSPC included); nothing is left behind then.
     """
@@ -28,8 +28,6 @@ def write_whole(path: Path, data: bytes | memoryview, *, durable: bool, scratch_
             while view:
                 view = view[os.write(fd, view) :]
             os.fchmod(fd, _READ_ONLY)
-            if durable:
-                os.fsync(fd)
         finally:
             os.close(fd)
         scratch.replace(path)

@@ -68,7 +68,7 @@ class SharedTier:
             path.parent.mkdir(exist_ok=True)
             while True:
                 try:
-                    write_whole(path, data, durable=False, scratch_dir=self._root)
+                    write_whole(path, data, scratch_dir=self._root)
                 except OSError as error:
                     if error.errno not in FULL:
                         raise

@@ -30,11 +30,18 @@ class Store:
         self._maps = OpenMaps(_OPEN_MAPS_BYTES)
         self._pinned: Counter[tuple[str, Digest]] = Counter()
 
-    def write(self, blob: Blob, data: bytes | memoryview, *, durable: bool = False) -> None:
-        """Store a blob whose bytes are known to be right. Raises OmnifleetError(DISK_FULL)."""
-        self.disk.write(blob, data, durable=durable)
-        if blob.shared:
-            self.shared.write(blob, memoryview(data).cast("B"))
+    def write(self, pieces: Iterable[tuple[Blob, bytes | memoryview]]) -> None:
+        """Store blobs whose bytes are known to be right. Raises OmnifleetError(DISK_FULL)."""
+        for blob, data in pieces:
+            self.disk.write(blob, data)
+            if blob.shared:
+                self.shared.write(blob, memoryview(data).cast("B"))
+
+    def sync(self, blobs: Iterable[Blob]) -> None:
+        """Make stored blobs survive a power cut."""
+        for blob in blobs:
+            if self.disk.has(blob):
+                self.disk.sync(blob)
 
     def open(self, blob: Blob) -> memoryview:
         """Read-only bytes from the nearest tier; checked when they come from disk.
