@@ -1,0 +1,161 @@
+"""What the worker asks of an engine. One implementation a file: `vllm_engine`, `fake`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from omnifleet.types import FinishReason, InFlight, LogprobsMode, MediaRef, Sampling
+from omnifleet.wire import refit_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePrompt:
+    """A prompt as the model will see it.
+
+    token_ids: placeholders expanded, one id a position. media: what the engine needs to embed the media items;
+    only the engine that made it may read it.
+    """
+
+    token_ids: list[int]
+    media: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sample to generate.
+
+    prefix: tokens of the reply that exist already; they are fed after the prompt and not emitted again.
+    salt: KV blocks are shared only between requests of equal salt (the weight version).
+    want_text: the deltas carry text.
+    """
+
+    id: str
+    prompt: EnginePrompt
+    sampling: Sampling
+    salt: str
+    prefix: tuple[int, ...] = ()
+    priority: int = 0
+    want_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSpan:
+    """New tokens [start, end) of one engine request were sampled by weights that the engine calls `label`."""
+
+    label: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class EngineDelta:
+    """New tokens of one request, in order.
+
+    token_ids, logprobs: equal length; logprob of the sampled token, natural log, in the engine's logprobs mode.
+    finish: set on the last delta. labels: on the last delta, if the engine tracks versions itself.
+    cached_tokens: prompt tokens whose KV was reused, known from the first delta on.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: FinishReason | None = None
+    stop_reason: str = ""
+    labels: list[LabelSpan] | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change while the engine lives.
+
+    info: "vllm 0.32.0". tensors: the table of the checkpoint that was loaded (name, dtype, shape).
+    transports: refit transports. shadow: a refit is staged beside the weights that serve.
+    """
+
+    info: str
+    model: str
+    logprobs_mode: LogprobsMode
+    max_model_len: int
+    max_num_seqs: int
+    tensors: tuple[refit_pb2.TensorSpec, ...]
+    transports: tuple[str, ...] = ("shm",)
+    shadow: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """running, waiting: requests. kv_usage: share of KV blocks in use, 0..1. counters: only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """One model, one set of weights at a time. Every method but `stats`, `facts` and `alive` may raise OmnifleetError."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Valid after `start`."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model. Raises MODEL_MISSING, UNSUPPORTED or ENGINE_ERROR."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Free everything, child processes too. Idempotent."""
+        ...
+
+    async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
+        """Expand placeholders and fetch model-ready media. Raises INVALID_REQUEST, PROMPT_TOO_LONG, MEDIA_LOST."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        """Deltas until one has `finish`. Closing the iterator aborts the request. Raises ENGINE_ERROR."""
+        ...
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """End requests now: each yields a last delta with finish ABORT. Unknown ids are ignored."""
+        ...
+
+    async def score(self, prompt: EnginePrompt, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs [len(token_ids)] of given tokens after the prompt, under the weights of now."""
+        ...
+
+    async def pause(self) -> None:
+        """Freeze all requests at a token boundary; returns when their tokens so far were handed out."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on. Idempotent."""
+        ...
+
+    async def stage(self, manifest_json: str, path: str) -> int:
+        """Verify a transfer file and copy it into the shadow; bytes staged. Raises REFIT_REJECTED, weights untouched."""
+        ...
+
+    async def commit(
+        self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool
+    ) -> int:
+        """Load the shadow while paused, reset what depends on weights, name the weights `label`; tensors loaded.
+
+        Any error means that the weights may be mixed.
+        """
+        ...
+
+    async def drop_stage(self) -> None:
+        """Forget the shadow. Idempotent."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Load of now."""
+        ...
+
+    def alive(self) -> bool:
+        """False once the engine can never serve again."""
+        ...

@@ -1,0 +1,204 @@
+"""The refit protocol on a worker: stage while the old version serves, gate, commit; abort before, fence after."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.telemetry.counters import Counters
+from omnifleet.types import InFlight, WeightVersion
+from omnifleet.wire import refit_pb2
+from omnifleet.wire.codec import version_from_wire
+from omnifleet.wire.manifest import json_digest, manifest_json
+from omnifleet_rollout.engine.port import Engine
+from omnifleet_rollout.refit.shadow import rejected
+from omnifleet_rollout.worker.gate import Ending, Flight, Gate
+
+log = logging.getLogger("omnifleet.rollout.refit")
+Result = TypeVar("Result")
+DEFAULT_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    version: WeightVersion
+    encoder_changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """gate_seconds: how long no token was produced. in_flight: samples that were running at the gate."""
+
+    version: WeightVersion
+    gate_seconds: float
+    in_flight: int
+    tensors_loaded: int
+
+
+class Receiver:
+    """One refit at a time. The property it keeps: while the worker serves, the engine holds exactly one committed version."""
+
+    def __init__(self, engine: Engine, gate: Gate, counters: Counters) -> None:
+        self._engine, self._gate, self._counters = engine, gate, counters
+        self._standing = gate.standing
+        self._staged: _Staged | None = None
+        self._busy = asyncio.Lock()
+
+    async def stage(
+        self, manifest: refit_pb2.Manifest, path: str, deadline_s: float = 0.0
+    ) -> tuple[str, int]:
+        """Verify and copy a transfer into the shadow; (manifest digest, bytes). Raises REFIT_REJECTED, CONFLICT, DEADLINE."""
+        return await self._alone(lambda: self._stage(manifest, path), deadline_s, "stage")
+
+    async def commit(self, digest: str, policy: InFlight, deadline_s: float = 0.0) -> Committed:
+        """Make the staged version serve. Once begun it runs to its end even if the caller goes away.
+
+        Raises REFIT_REJECTED (nothing such staged), DEADLINE (before the gate: the old version serves on),
+        or FENCED: the weights may be mixed and the worker serves nothing until a complete refit.
+        """
+        deadline_s = deadline_s or DEFAULT_DEADLINE_S
+        return await self._alone(lambda: self._commit(digest, policy, deadline_s), 0.0, "commit")
+
+    async def abort(self, digest: str) -> WeightVersion:
+        """Drop what is staged; the version that serves. Idempotent; another digest's stage is left alone."""
+        return await self._alone(lambda: self._abort(digest), 0.0, "abort")
+
+    async def _alone(self, step: Callable[[], Awaitable[Result]], deadline_s: float, what: str) -> Result:
+        """Run one step to its end, unbroken by the caller's cancellation. Raises CONFLICT if another one runs."""
+        task = asyncio.ensure_future(self._locked(step, what))
+        try:
+            async with asyncio.timeout(deadline_s or None):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise retryable(
+                Reason.DEADLINE, f"{what} took longer than {deadline_s:.1f} s and goes on"
+            ) from None
+
+    async def _locked(self, step: Callable[[], Awaitable[Result]], what: str) -> Result:
+        if self._busy.locked():
+            raise retryable(
+                Reason.CONFLICT, f"cannot {what}: another refit step is running", retry_after_ms=100
+            )
+        async with self._busy:
+            return await step()
+
+    async def _stage(self, manifest: refit_pb2.Manifest, path: str) -> tuple[str, int]:
+        version, body = self._check(manifest)
+        self._staged = None
+        began = time.monotonic()
+        size = await self._engine.stage(body.decode(), path)
+        self._staged = _Staged(version, manifest.encoder_changed)
+        self._counters.add("refit_stage_seconds", time.monotonic() - began)
+        self._counters.add("refit_bytes", size)
+        return version.manifest_digest, size
+
+    def _check(self, manifest: refit_pb2.Manifest) -> tuple[WeightVersion, bytes]:
+        """What the manifest alone tells. The tensor table and the bytes are checked where the weights are."""
+        body = manifest_json(manifest)
+        digest = json_digest(body)
+        claimed = version_from_wire(manifest.version)
+        if claimed.manifest_digest not in ("", digest):
+            raise rejected(f"the manifest's digest is {digest}, it says {claimed.manifest_digest}")
+        if not claimed.run or not claimed.lineage:
+            raise rejected("the manifest's version needs a run and a lineage")
+        current = self._standing.version
+        if claimed.same_lineage(current) and claimed.number < current.number:
+            raise rejected(f"{claimed} is older than {current}; going back takes a new lineage")
+        if manifest.HasField("parent"):
+            parent = version_from_wire(manifest.parent)
+            if self._standing.fence:
+                raise rejected(
+                    f"this worker is fenced and needs a complete refit, not one on top of {parent}"
+                )
+            if parent != current:
+                raise rejected(f"the manifest builds on {parent}, this worker serves {current}")
+        return WeightVersion(claimed.run, claimed.lineage, claimed.number, digest), body
+
+    async def _abort(self, digest: str) -> WeightVersion:
+        if self._staged is not None and digest in ("", self._staged.version.manifest_digest):
+            self._staged = None
+            await self._engine.drop_stage()
+        return self._standing.version
+
+    async def _commit(self, digest: str, policy: InFlight, deadline_s: float) -> Committed:
+        staged = self._staged
+        if staged is None or staged.version.manifest_digest != digest:
+            if digest and digest == self._standing.version.manifest_digest and not self._standing.fence:
+                return Committed(self._standing.version, 0.0, 0, 0)  # the reply to an earlier commit was lost
+            raise rejected(f"no refit {digest[:12] or '(no digest)'} is staged here")
+        try:
+            await self._clear_the_way(policy, deadline_s)
+            return await self._swap(staged, policy)
+        finally:
+            self._gate.open()
+
+    async def _clear_the_way(self, policy: InFlight, deadline_s: float) -> None:
+        """Before the gate: let those finish who must not see two versions. Raises DEADLINE, nothing changed."""
+        self._gate.close(exact_only=True)
+        if not await self._gate.until_gone(deadline_s / 2, _is_exact):
+            await self._engine.abort(self._gate.end(Ending.MOVED, _is_exact))
+        self._gate.close()
+        if policy is InFlight.DRAIN and not await self._gate.until_gone(deadline_s / 2):
+            left = len(self._gate.inside)
+            raise retryable(Reason.DEADLINE, f"{left} samples were still running; the old version serves on")
+        if policy is InFlight.KEEP:
+            # A request that has no token yet may still find KV that its siblings made with the old weights: it starts again.
+            await self._engine.abort(self._gate.end(Ending.RESTART, lambda flight: flight.tokens == 0))
+
+    async def _swap(self, staged: _Staged, policy: InFlight) -> Committed:
+        running = sum(flight.ending is None for flight in self._gate.inside)
+        began = time.monotonic()
+        try:
+            await self._engine.pause()
+            loaded = await self._load(staged, policy)
+        finally:
+            await self._resume()
+        seconds = time.monotonic() - began
+        self._counters.add("refits")
+        self._counters.add("refit_gate_seconds", seconds)
+        self._counters.add("refits_with_requests_running", float(running > 0))
+        log.info("refit to %s: gate %.0f ms, %d samples in flight", staged.version, seconds * 1000, running)
+        return Committed(staged.version, seconds, running, loaded)
+
+    async def _load(self, staged: _Staged, policy: InFlight) -> int:
+        version = staged.version
+        self._staged = None
+        try:
+            loaded = await self._engine.commit(
+                version.manifest_digest, str(version), policy, encoder_changed=staged.encoder_changed
+            )
+        except (
+            OmnifleetError,
+            RuntimeError,
+            ValueError,
+            LookupError,
+            OSError,
+            TypeError,
+            AssertionError,
+        ) as error:
+            self._standing.raise_fence(f"refit to {version} failed while loading: {error}")
+            self._counters.add("refits_fenced")
+            log.error("fenced: %s", self._standing.fence)
+            await self._quietly(self._engine.abort(self._gate.end(Ending.FENCED)), "abort")
+            raise retryable(Reason.FENCED, self._standing.fence) from error
+        self._standing.serve_version(version)
+        return loaded
+
+    async def _resume(self) -> None:
+        await self._quietly(self._engine.resume(), "resume")
+
+    async def _quietly(self, step: Awaitable[None], what: str) -> None:
+        """A dead engine must not hide the error that came first; `alive` tells of it."""
+        try:
+            await step
+        except (OmnifleetError, RuntimeError, OSError) as error:
+            log.error("cannot %s the engine: %s", what, error)
+
+
+def _is_exact(flight: Flight) -> bool:
+    return flight.bound.exact is not None

@@ -1,0 +1,62 @@
+"""Events of n samples on their way to one reader. Tokens of a sample merge while they wait, so a slow reader costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from omnifleet.errors import OmnifleetError
+from omnifleet.types import VersionSpan
+from omnifleet.wire import rollout_pb2
+from omnifleet.wire.codec import spans_to_wire
+from omnifleet.wire.errors import to_detail
+
+
+class Mailbox:
+    """Bounded by what the samples may produce: n times max_tokens, in at most one pending chunk a sample."""
+
+    def __init__(self, samples: int) -> None:
+        self._running = samples
+        self._chunks: dict[int, rollout_pb2.TokenChunk] = {}
+        self._ends: list[rollout_pb2.GenerateEvent] = []
+        self._filled = asyncio.Event()
+
+    def tokens(
+        self, sample: int, ids: list[int], logprobs: list[float], text: str, span: VersionSpan
+    ) -> None:
+        """Add new tokens of a sample."""
+        chunk = self._chunks.setdefault(sample, rollout_pb2.TokenChunk())
+        chunk.token_ids.extend(ids)
+        chunk.logprobs.extend(logprobs)
+        chunk.text += text
+        if chunk.spans and chunk.spans[-1].version == spans_to_wire([span])[0].version:
+            chunk.spans[-1].end = span.end
+        else:
+            chunk.spans.extend(spans_to_wire([span]))
+        self._filled.set()
+
+    def finish(self, sample: int, finished: rollout_pb2.Finished) -> None:
+        """The sample is complete."""
+        self._end(rollout_pb2.GenerateEvent(sample=sample, finished=finished))
+
+    def fail(self, sample: int, error: OmnifleetError) -> None:
+        """The sample ended without being complete; its tokens so far stay valid."""
+        failed = rollout_pb2.SampleFailed(error=to_detail(error))
+        self._end(rollout_pb2.GenerateEvent(sample=sample, failed=failed))
+
+    def _end(self, event: rollout_pb2.GenerateEvent) -> None:
+        self._ends.append(event)
+        self._running -= 1
+        self._filled.set()
+
+    async def events(self) -> AsyncIterator[rollout_pb2.GenerateEvent]:
+        """Everything, until each sample has ended. The caller sets the deadline."""
+        while self._chunks or self._ends or self._running:
+            await self._filled.wait()
+            self._filled.clear()
+            chunks, ends = self._chunks, self._ends
+            self._chunks, self._ends = {}, []
+            for sample, chunk in chunks.items():
+                yield rollout_pb2.GenerateEvent(sample=sample, chunk=chunk)
+            for event in ends:
+                yield event

@@ -1,0 +1,142 @@
+"""The worker's place in the fleet: join, report, obey, leave. Survives restarts of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from omnifleet.client.fleet import FleetClient, Membership, Orders, WorkerView
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.telemetry.counters import Counters
+from omnifleet.types import WorkerState
+from omnifleet.wire.server import INSTANCE
+from omnifleet_rollout.engine.port import Engine
+from omnifleet_rollout.worker.standing import Standing
+
+log = logging.getLogger("omnifleet.rollout.membership")
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_CALL_S = 5.0
+
+
+class Member:
+    """Keeps one worker in the registry. `dismissed` is set once the registry wants the process to go."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        standing: Standing,
+        counters: Counters,
+        *,
+        find_gateway: Callable[[], Awaitable[str]],
+        secret: str,
+        address: str,
+        pool: str,
+    ) -> None:
+        """`find_gateway`: its gRPC address of now; asked again after each loss, as a restart may move it."""
+        self._engine, self._standing, self._counters = engine, standing, counters
+        self._find_gateway, self._secret = find_gateway, secret
+        self._address, self._pool = address, pool
+        self._lease: Membership | None = None
+        self._rate = _Rate()
+        self.dismissed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Report for ever; returns once dismissed. A gateway that is away is looked for again, with growing pauses."""
+        pause = _PAUSE_S
+        while not self.dismissed.is_set():
+            try:
+                async with FleetClient.open(await self._find_gateway(), self._secret) as fleet:
+                    await self._report(fleet)
+                    pause = _PAUSE_S
+                    while not self.dismissed.is_set():
+                        await self._next_report()
+                        await self._report(fleet)
+            except OmnifleetError as error:
+                if not error.retryable and error.reason is not Reason.INTERNAL:
+                    raise
+                log.info("gateway not reachable, trying again: %s", error.message)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def leave(self, reason: str) -> None:
+        """Tell the registry that we go on purpose. A gateway that is away learns it from our silence."""
+        if self._lease is None:
+            return
+        try:
+            async with asyncio.timeout(_CALL_S):
+                async with FleetClient.open(await self._find_gateway(), self._secret) as fleet:
+                    await fleet.leave(self._lease.lease_id, reason, deadline_s=_CALL_S)
+        except (OmnifleetError, TimeoutError) as error:
+            log.info("could not take leave of the gateway: %s", error)
+
+    async def _report(self, fleet: FleetClient) -> None:
+        self._standing.changed.clear()
+        if self._lease is None:
+            # Joining is always JOINING: the first heartbeat then says that the engine is up.
+            joining = replace(self.view(), state=WorkerState.JOINING)
+            self._lease = await fleet.join(joining, deadline_s=_CALL_S)
+        orders = await fleet.heartbeat(self._lease.lease_id, self.view(), deadline_s=_CALL_S)
+        if orders.rejoin:
+            self._lease = await fleet.join(self.view(), deadline_s=_CALL_S)
+            orders = await fleet.heartbeat(self._lease.lease_id, self.view(), deadline_s=_CALL_S)
+        self._obey(orders)
+
+    def _obey(self, orders: Orders) -> None:
+        if orders.wanted in (WorkerState.RETIRED, WorkerState.DEAD):
+            log.warning("the registry holds this worker for %s: stopping", orders.wanted)
+            self.dismissed.set()
+        if orders.wanted in (WorkerState.DRAINING, WorkerState.RETIRED, WorkerState.DEAD):
+            if not self._standing.draining:
+                log.info("draining")
+                self._standing.start_drain()
+
+    async def _next_report(self) -> None:
+        """Sleep one heartbeat, or until something changed that the gateway should know at once."""
+        assert self._lease is not None
+        try:
+            async with asyncio.timeout(self._lease.heartbeat_s):
+                await self._standing.changed.wait()
+        except TimeoutError:
+            return
+
+    def view(self) -> WorkerView:
+        """This worker as it is now."""
+        facts, stats, standing = self._engine.facts, self._engine.stats(), self._standing
+        return WorkerView(
+            id=standing.worker,
+            instance=INSTANCE,
+            pool=self._pool,
+            host=socket.gethostname(),
+            grpc_address=self._address,
+            model=facts.model,
+            engine=facts.info,
+            state=standing.state,
+            version=standing.version,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_usage=stats.kv_usage,
+            tokens_per_s=self._rate.of(self._counters.count("tokens_generated")),
+            note=standing.fence,
+            counters=self._counters.snapshot(),
+            max_running=facts.max_num_seqs,
+            pid=os.getpid(),
+        )
+
+
+class _Rate:
+    """Growth of a counter per second between two looks, at least half a second apart."""
+
+    def __init__(self) -> None:
+        self._then, self._count, self._rate = time.monotonic(), 0.0, 0.0
+
+    def of(self, count: float) -> float:
+        now = time.monotonic()
+        if now - self._then >= 0.5:
+            self._rate = (count - self._count) / (now - self._then)
+            self._then, self._count = now, count
+        return self._rate

@@ -1,0 +1,102 @@
+"""From command-line options to a running worker: settings, tokens, logs, the chosen engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from omnifleet.auth import Scope, Tokens
+from omnifleet.config.load import apply_overrides
+from omnifleet.config.services import RolloutConfig
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.service import load_section, load_tokens, peer, run_to_exit
+from omnifleet.telemetry.logs import set_up_logs
+from omnifleet_rollout.engine.port import Engine
+from omnifleet_rollout.worker.command import run_worker
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `omnifleet rollout serve` was given."""
+
+    run_dir: Path
+    name: str
+    model: Path | None
+    engine: str
+    listen: str
+    http_listen: str
+    gateway: str
+    media: str
+    fake_token_s: float
+    overrides: tuple[str, ...]
+    log_json: bool
+
+
+def start(options: Options) -> None:
+    """Run one worker to its end; an OmnifleetError is one clear line and exit status 2."""
+    set_up_logs(options.name, as_json=options.log_json)
+    run_to_exit(_run(options))
+
+
+async def _run(options: Options) -> None:
+    config = load_section(options.run_dir, "rollout", RolloutConfig, options.overrides)
+    tokens = load_tokens(options.run_dir)
+    await run_worker(
+        _make_engine(options, config, tokens),
+        options.name,
+        config,
+        tokens,
+        options.run_dir,
+        listen=options.listen or config.listen,
+        http_listen=options.http_listen,
+        gateway=options.gateway,
+    )
+
+
+def _make_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Engine:
+    if options.engine == "fake":
+        from omnifleet_rollout.engine.fake import FakeEngine
+
+        return FakeEngine(
+            token_s=options.fake_token_s,
+            logprobs_mode=config.logprobs_mode,
+            max_model_len=config.engine.max_model_len,
+            max_num_seqs=config.engine.max_num_seqs,
+        )
+    model = model_folder(options)  # before anything heavy is imported
+    from omnifleet_rollout.engine.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        model,
+        config,
+        find_media=lambda: peer(options.run_dir, "media", given=options.media),
+        secret=tokens.secret(Scope.SERVICE),
+    )
+
+
+def model_folder(options: Options) -> Path:
+    """The checkpoint to serve. Raises MODEL_MISSING with the setting to turn, before anything heavy is imported."""
+    path = options.model or _model_of_recipe(options.run_dir, options.overrides)
+    if path is None:
+        raise OmnifleetError(
+            Reason.MODEL_MISSING,
+            f"no model: {options.run_dir}/recipe.yaml names none",
+            knob="--model or model.path",
+        )
+    if not (path / "config.json").is_file():
+        raise OmnifleetError(
+            Reason.MODEL_MISSING,
+            f"{path} is not a checkpoint folder (no config.json)",
+            knob="--model or model.path",
+        )
+    return path.resolve()
+
+
+def _model_of_recipe(run_dir: Path, overrides: tuple[str, ...]) -> Path | None:
+    recipe = run_dir / "recipe.yaml"
+    body: dict[str, Any] = yaml.safe_load(recipe.read_text()) if recipe.exists() else {}
+    path = (apply_overrides(body or {}, overrides).get("model") or {}).get("path")
+    return Path(path) if path else None
