@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from omnifleet.wire.server import INSTANCE
 
 Section = TypeVar("Section", bound=StrictModel)
 _POLL_S = 0.05
+_HOST = socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class ServiceRecord:
     http: str
     instance: str
     started_unix: float
+    host: str = ""
+    """Node or container of the process: a pid means something there only."""
 
 
 def load_tokens(run_dir: Path, tokens_file: Path | None = None) -> Tokens:
@@ -61,7 +65,7 @@ def load_section(run_dir: Path, key: str, model: type[Section], overrides: Seque
 
 def write_record(run_dir: Path, name: str, *, grpc: str, http: str = "") -> ServiceRecord:
     """Say that service `name` is ready (atomic)."""
-    record = ServiceRecord(name, os.getpid(), grpc, http, INSTANCE, time.time())
+    record = ServiceRecord(name, os.getpid(), grpc, http, INSTANCE, time.time(), _HOST)
     path = run_dir / "services" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{name}.{os.getpid()}.tmp")
@@ -71,14 +75,14 @@ def write_record(run_dir: Path, name: str, *, grpc: str, http: str = "") -> Serv
 
 
 def read_records(run_dir: Path) -> dict[str, ServiceRecord]:
-    """All records of a run whose process lives."""
+    """All records of a run whose process lives; one of another host counts until its supervisor takes it away."""
     records = {}
     for path in sorted((run_dir / "services").glob("[!.]*.json")):
         try:
             record = ServiceRecord(**json.loads(path.read_text()))
         except (ValueError, TypeError, FileNotFoundError):
             continue  # replaced while we read: the next look finds it
-        if process_lives(record.pid):
+        if record.host not in ("", _HOST) or process_lives(record.pid):
             records[record.name] = record
     return records
 
