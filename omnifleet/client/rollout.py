@@ -309,7 +309,7 @@ async def _gather(events: AsyncIterator[Event], request_id: str, n: int) -> Gene
             Reason.WORKER_LOST, f"sample {index} has no end: the stream broke", retryable=True
         )
     whole = {index: sample for index, sample in samples.items() if index not in failures}
-    if seen is None and whole:
+    if seen is None and any(sample.token_ids for sample in whole.values()):
         raise OmnifleetError(Reason.CORRUPT, f"request {request_id}: no prompt echo came with the samples")
     return Generation(
         request_id,

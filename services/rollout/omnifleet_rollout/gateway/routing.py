@@ -76,13 +76,13 @@ class Router:
         """The worker for one sample; `workers` are those that may serve it.
 
         prefer: take this one while it has room (samples of one request stay together). A session stays with its
-        worker while that is READY or CORDONED; else the best new one becomes its worker. Raises OVERLOADED if the
-        session's worker, or every worker, is full. `workers` must not be empty.
+        worker while that is READY or CORDONED; else the best READY one becomes its worker. Raises OVERLOADED if the
+        session's worker, or every worker, is full. `workers` must hold the session's worker or a READY one.
         """
-        home = self._home(ask, workers)
+        home = next((w for w in workers if w.id == self.home(ask)), None)
         if home is not None:
             return self._with_room([home])[0].id
-        fresh = self._with_room([w for w in workers if w.state is WorkerState.READY] or workers)
+        fresh = self._with_room([w for w in workers if w.state is WorkerState.READY])
         chosen = prefer if prefer in {w.id for w in fresh} else self._best(ask, fresh)
         if ask.session:
             self._sessions[(ask.run, ask.session)] = chosen
@@ -115,9 +115,9 @@ class Router:
         """Samples that the gateway has on a worker."""
         return self._loads[worker].samples if worker in self._loads else 0
 
-    def _home(self, ask: Ask, workers: Sequence[WorkerView]) -> WorkerView | None:
-        id = self._sessions.get((ask.run, ask.session)) if ask.session else None
-        return next((w for w in workers if w.id == id), None)
+    def home(self, ask: Ask) -> str:
+        """The worker of the session, "" if it has none."""
+        return self._sessions.get((ask.run, ask.session), "") if ask.session else ""
 
     def _best(self, ask: Ask, workers: Sequence[WorkerView]) -> str:
         """Within one request of the least load: who saw most of the media, then who has least."""

@@ -1,0 +1,151 @@
+"""`omnifleet gateway serve`: puts the gateway's process together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import yaml
+
+from omnifleet.auth import Scope, Tokens
+from omnifleet.client.media import MediaClient
+from omnifleet.config.recipe import AuthConfig, SamplingConfig
+from omnifleet.config.services import GatewayConfig, RolloutConfig
+from omnifleet.http import http_serving
+from omnifleet.service import load_section, load_tokens, peer, run_to_exit, until_stopped, write_record
+from omnifleet.telemetry.logs import set_up_logs
+from omnifleet.types import MediaRef
+from omnifleet.wire.server import serving
+from omnifleet_rollout.fleet.registry import Registry
+from omnifleet_rollout.fleet.service import Fleet
+from omnifleet_rollout.fleet.store import FleetStore
+from omnifleet_rollout.gateway.gateway import Gateway
+from omnifleet_rollout.gateway.http import make_gateway_app
+from omnifleet_rollout.gateway.renderer import RendererLoader
+from omnifleet_rollout.gateway.server import register
+
+log = logging.getLogger("omnifleet.gateway")
+_MEDIA_S = 10.0
+
+
+def serve_gateway(
+    run_dir: Path, listen: str, http_listen: str, media: str, overrides: Sequence[str], log_json: bool
+) -> None:
+    """Serve until SIGTERM or SIGINT. "" for an address: the setting, or the run folder's record, decides."""
+    set_up_logs("gateway", as_json=log_json)
+    run_to_exit(_serve(run_dir, listen, http_listen, media, overrides))
+
+
+async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overrides: Sequence[str]) -> None:
+    config = load_section(run_dir, "gateway", GatewayConfig, overrides)
+    rollout = load_section(run_dir, "rollout", RolloutConfig, overrides)
+    sampling = load_section(run_dir, "sampling", SamplingConfig, overrides)
+    tokens = load_tokens(run_dir, load_section(run_dir, "auth", AuthConfig, overrides).tokens_file)
+    model_path = _model_path(run_dir, overrides)
+    store = FleetStore(run_dir / "fleet.sqlite")
+    pictures = Pictures(run_dir, media, tokens)
+    renderer = RendererLoader(model_path)
+    try:
+        fleet = _fleet(config, rollout, store)
+        gateway = Gateway(
+            config,
+            fleet,
+            worker_secret=tokens.secret(Scope.SERVICE),
+            renderer=renderer,
+            put_image=pictures.put,
+            model_path=model_path,
+            defaults=sampling,
+        )
+        renderer.start()
+        async with _running(gateway, tokens, listen or config.listen, http_listen or config.http_listen) as (
+            grpc,
+            http,
+        ):
+            write_record(run_dir, "gateway", grpc=grpc, http=http)
+            log.info("gateway serves gRPC on %s and HTTP on %s", grpc, http)
+            await _until_stopped_or_broken(gateway)
+            fleet.close()
+    finally:
+        await pictures.close()
+        store.close()
+
+
+def _fleet(config: GatewayConfig, rollout: RolloutConfig, store: FleetStore) -> Fleet:
+    registry = Registry(
+        time.monotonic,
+        heartbeat_s=config.heartbeat_s,
+        suspect_after_s=config.suspect_after_s,
+        dead_after_s=config.dead_after_s,
+        max_workers=rollout.max_workers,
+    )
+    store.load(registry)
+    registry.want(rollout.pool, rollout.workers)
+    return Fleet(registry, store, look_every_s=config.heartbeat_s / 2)
+
+
+@asynccontextmanager
+async def _running(
+    gateway: Gateway, tokens: Tokens, listen: str, http_listen: str
+) -> AsyncIterator[tuple[str, str]]:
+    try:
+        async with serving(
+            listen, lambda server: register(gateway, server), tokens=tokens, knob="gateway.listen"
+        ) as grpc:
+            async with http_serving(
+                make_gateway_app(gateway, tokens), http_listen, knob="gateway.http_listen"
+            ) as http:
+                yield grpc, http
+    finally:
+        await gateway.close()
+
+
+async def _until_stopped_or_broken(gateway: Gateway) -> None:
+    """Serve until a signal; an error of the background work ends the process with its message."""
+    work = asyncio.create_task(gateway.run())
+    stop = asyncio.create_task(until_stopped())
+    try:
+        await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        for task in (work, stop):
+            task.cancel()
+        await asyncio.gather(work, stop, return_exceptions=True)
+
+
+def _model_path(run_dir: Path, overrides: Sequence[str]) -> Path | None:
+    """The recipe's checkpoint folder; None without a recipe: then only token prompts are served."""
+    from omnifleet.config.load import apply_overrides
+
+    recipe = run_dir / "recipe.yaml"
+    body = yaml.safe_load(recipe.read_text()) if recipe.exists() else {}
+    path = (apply_overrides(body or {}, overrides).get("model") or {}).get("path")
+    return Path(path) if path else None
+
+
+class Pictures:
+    """Puts inline pictures into the media service; connects at the first one."""
+
+    def __init__(self, run_dir: Path, address: str, tokens: Tokens) -> None:
+        self._run_dir, self._address = run_dir, address
+        self._secret = tokens.secret(Scope.SERVICE)
+        self._opening = asyncio.Lock()
+        self._client: MediaClient | None = None
+        self._stack = AsyncExitStack()
+
+    async def put(self, data: bytes, run: str) -> MediaRef:
+        """Reference of a picture's bytes. Raises INVALID_MEDIA, UNAVAILABLE."""
+        async with self._opening:
+            if self._client is None:
+                address = await peer(self._run_dir, "media", given=self._address, deadline_s=_MEDIA_S)
+                opened = MediaClient.open(address, self._secret, name="gateway", same_host=False)
+                self._client = await self._stack.enter_async_context(opened)
+        return await self._client.put_image(data, run)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._stack.aclose()

@@ -1,0 +1,384 @@
+"""Fan a request out into samples, one worker call each; carry a sample on elsewhere when its worker is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from omnifleet.client.fleet import WorkerView
+from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
+from omnifleet.telemetry.counters import Counters
+from omnifleet.types import FinishReason, LogprobsMode
+from omnifleet.wire import rollout_pb2
+from omnifleet.wire.errors import from_detail, to_detail
+from omnifleet_rollout.fleet.service import Fleet
+from omnifleet_rollout.gateway.flight import Flight
+from omnifleet_rollout.gateway.links import Links, meaning
+from omnifleet_rollout.gateway.placement import Placement
+from omnifleet_rollout.gateway.progress import Decode, Progress
+from omnifleet_rollout.gateway.routing import Router
+
+log = logging.getLogger("omnifleet.gateway")
+
+_LOST = (Reason.WORKER_LOST, Reason.UNAVAILABLE)
+_ELSEWHERE = (*_LOST, Reason.DRAINING, Reason.FENCED, Reason.OVERLOADED)
+_AVOID_S = 1.0
+_VERSION_LOOK_S = 0.25
+_RUNS = 256
+_GUARD_S = 0.05
+MAX_SAMPLES = 1024
+
+
+@dataclass(slots=True)
+class _Call:
+    """An open worker call. lost: the registry gave the worker up."""
+
+    call: Any
+    lost: str = ""
+
+
+class Dispatcher:
+    """Owns what is in flight.
+
+    eos, decode: what the tokenizer knows; they tell whether a sample had ended when its worker was lost.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        links: Links,
+        counters: Counters,
+        *,
+        attempts: int,
+        eos: Callable[[], Collection[int]] = tuple,
+        decode: Callable[[], Decode | None] = lambda: None,
+    ) -> None:
+        self._fleet, self._links, self._counters = fleet, links, counters
+        self._router = router
+        self._placement = Placement(fleet, router)
+        self._attempts = attempts
+        self._eos, self._decode = eos, decode
+        self._flights: dict[str, Flight] = {}
+        self._calls: dict[str, list[_Call]] = {}
+        self.runs: OrderedDict[str, Counter[str]] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        """Samples without a worker."""
+        return self._placement.waiting
+
+    @property
+    def requests(self) -> int:
+        """Requests in flight."""
+        return len(self._flights)
+
+    # ------------------------------------------------------------------ one request
+
+    async def generate(
+        self, request: rollout_pb2.GenerateRequest, deadline: float
+    ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
+        """Events of all samples of a token request. `deadline`: event loop time.
+
+        Raises OmnifleetError if nothing was made yet (refusals); later failures are events. Closing it ends the
+        workers' calls.
+        """
+        check(request)
+        if request.request_id in self._flights:
+            raise OmnifleetError(Reason.CONFLICT, f"request {request.request_id} is in flight already")
+        run, n = request.identity.run, request.sampling.n
+        self._admit(run, n)
+        flight = self._flights[request.request_id] = Flight.of(request, deadline)
+        try:
+            workers = await self._first(flight)
+            for index, worker in enumerate(workers):
+                sampling = _one(request.sampling, index)
+                flight.tasks.append(
+                    asyncio.create_task(self._sample(flight, Progress(index, sampling), worker))
+                )
+            async for event in self._events(flight, n):
+                yield event
+        finally:
+            await flight.close()
+            del self._flights[request.request_id]
+            self._router.dismiss(run, n)
+
+    def _admit(self, run: str, n: int) -> None:
+        try:
+            self._router.admit(run, n, self._quota(run))
+        except OmnifleetError as error:
+            self.refused(error)
+            raise
+        self._count(run, requests=1, samples=n)
+
+    async def _first(self, flight: Flight) -> list[str]:
+        try:
+            return await self._placement.first(flight)
+        except OmnifleetError as error:
+            self.refused(error)
+            raise
+
+    async def _events(self, flight: Flight, n: int) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
+        ended = 0
+        while ended < n:
+            event = await flight.get()
+            kind = event.WhichOneof("event")
+            ended += kind in ("finished", "failed")
+            if kind == "failed" and flight.echo is None:
+                raise from_detail(event.failed.error)
+            yield event
+
+    def abort(self, request_ids: Sequence[str]) -> int:
+        """End requests now: their samples finish with reason `abort` and what they have. Returns how many."""
+        flights = [self._flights[id] for id in request_ids if id in self._flights]
+        for flight in flights:
+            flight.aborted = True
+            for task in flight.tasks:
+                task.cancel()
+        return len(flights)
+
+    # ------------------------------------------------------------------ one sample
+
+    async def _sample(self, flight: Flight, progress: Progress, worker: str) -> None:
+        try:
+            async with asyncio.timeout_at(flight.deadline + _GUARD_S):
+                await self._carry(flight, progress, worker)
+        except TimeoutError:
+            self._fail(
+                flight, progress, retryable(Reason.DEADLINE, "the reply was not ready before the deadline")
+            )
+        except OmnifleetError as error:
+            self._fail(flight, progress, error)
+        except asyncio.CancelledError:
+            if not flight.aborted:
+                raise
+            self._end(flight, progress, progress.finished(FinishReason.ABORT))
+
+    async def _carry(self, flight: Flight, progress: Progress, worker: str) -> None:
+        """From worker to worker until the sample is complete. `worker` is taken; it is given back here."""
+        failures: Counter[Reason] = Counter()
+        avoid: dict[str, float] = {}
+        while True:
+            try:
+                done = await self._call(flight, progress, worker)
+                self._end(flight, progress, done)
+                return
+            except OmnifleetError as error:
+                failures[error.reason] += 1
+                self._judge(flight, progress, error, failures)
+                avoid[worker] = _now() + _pause(error)
+                if error.reason in _LOST:
+                    self._fleet.lost(worker, error.message)
+                self._counters.add("retries")
+                log.info("request %s sample %d: %s", flight.request.request_id, progress.index, error)
+            finally:
+                self._router.give_back(worker)
+            reason = progress.complete(self._eos(), self._decode())
+            if reason is not None:
+                self._end(flight, progress, progress.finished(reason))
+                return
+            worker = await self._placement.again(flight, avoid)
+            self._counters.add("continuations", bool(progress.token_ids))
+
+    def _judge(
+        self, flight: Flight, progress: Progress, error: OmnifleetError, failures: Counter[Reason]
+    ) -> None:
+        """Return if the sample may go on elsewhere, else raise the error."""
+        if error.reason is Reason.VERSION_TOO_OLD:
+            return  # the wait for a worker that fits ends at the deadline
+        broken = sum(count for reason, count in failures.items() if reason is not Reason.VERSION_TOO_OLD)
+        once = error.reason is Reason.ENGINE_ERROR and failures[Reason.ENGINE_ERROR] == 1
+        if broken >= self._attempts or not (error.reason in _ELSEWHERE or once):
+            raise error
+
+    async def _call(self, flight: Flight, progress: Progress, worker: str) -> rollout_pb2.GenerateEvent:
+        """One worker call to its end; returns the sample's last event."""
+        view = self._view(worker)
+        left = max(0.0, flight.deadline - _now())
+        request = self._request_of(flight, progress)
+        open_call = _Call(self._links.stub(view).Generate(request, timeout=left))
+        self._calls.setdefault(worker, []).append(open_call)
+        try:
+            async for event in open_call.call:
+                if await self._take(flight, progress, event):
+                    last: rollout_pb2.GenerateEvent = event
+                    return last
+        except grpc.RpcError as error:
+            raise meaning(error, worker) from error
+        except asyncio.CancelledError:
+            if open_call.lost and not _cancelled():
+                raise retryable(Reason.WORKER_LOST, f"worker {worker} is lost: {open_call.lost}") from None
+            raise
+        finally:
+            open_call.call.cancel()
+            self._calls[worker].remove(open_call)
+            if not self._calls[worker]:
+                del self._calls[worker]
+        raise retryable(Reason.WORKER_LOST, f"worker {worker} ended the stream without an end of the sample")
+
+    def _view(self, worker: str) -> WorkerView:
+        view = self._fleet.registry.worker(worker)
+        if view is None or view.state.gone:
+            raise retryable(Reason.WORKER_LOST, f"worker {worker} is gone")
+        return view
+
+    async def _take(self, flight: Flight, progress: Progress, event: rollout_pb2.GenerateEvent) -> bool:
+        """Pass one worker event on. True if it ends the sample; the caller then passes it on."""
+        event.sample = progress.index
+        match event.WhichOneof("event"):
+            case "prompt":
+                await flight.see(event.prompt)
+            case "chunk":
+                progress.take(event.chunk)
+                self._count(flight.ask.run, tokens=len(event.chunk.token_ids))
+                await flight.put(event)
+            case "finished":
+                if event.finished.finish_reason == FinishReason.ABORT:
+                    raise retryable(Reason.WORKER_LOST, "the worker gave the sample up")
+                progress.finish(event.finished)
+                return True
+            case "failed":
+                raise from_detail(event.failed.error)
+        return False
+
+    def _request_of(self, flight: Flight, progress: Progress) -> rollout_pb2.GenerateRequest:
+        request = rollout_pb2.GenerateRequest()
+        request.CopyFrom(flight.request)
+        request.request_id = f"{flight.request.request_id}-{progress.index}"
+        request.identity.sample += progress.index
+        request.sampling.CopyFrom(progress.sampling)
+        request.priority = request.priority or self._priority(flight.ask.run)
+        continuation = progress.continuation()
+        if continuation is not None:
+            request.continuation.CopyFrom(continuation)
+        return request
+
+    def _end(self, flight: Flight, progress: Progress, event: rollout_pb2.GenerateEvent) -> None:
+        self._count(flight.ask.run, samples_finished=1)
+        flight.put_last(event)
+
+    def _fail(self, flight: Flight, progress: Progress, error: OmnifleetError) -> None:
+        self._count(flight.ask.run, samples_failed=1)
+        self.refused(error)
+        failed = rollout_pb2.SampleFailed(error=to_detail(error))
+        flight.put_last(rollout_pb2.GenerateEvent(sample=progress.index, failed=failed))
+
+    # ------------------------------------------------------------------ one worker
+
+    async def follow(self) -> None:
+        """For ever: end the calls of workers that are gone, close their channels."""
+        while True:
+            moved = self._fleet.moved
+            living = {w.id for w in self._fleet.registry.workers()}
+            for id in self._calls.keys() - living:
+                view = self._fleet.registry.worker(id)
+                for open_call in self._calls[id]:
+                    open_call.lost = f"{view.state}: {view.note}" if view else "gone"
+                    open_call.call.cancel()
+            self._router.forget(living)
+            await self._links.keep(living | self._calls.keys())
+            await moved.wait()
+
+    async def score_tokens(
+        self, request: rollout_pb2.ScoreTokensRequest, deadline: float
+    ) -> rollout_pb2.ScoreTokensReply:
+        """Forward to a worker; to another one if it is lost."""
+        alike = rollout_pb2.GenerateRequest(media=request.media, sampling=rollout_pb2.Sampling(n=1))
+        flight, avoid = Flight.of(alike, deadline), dict[str, float]()
+        for _ in range(self._attempts):
+            worker = await self._placement.again(flight, avoid)
+            try:
+                view = self._view(worker)
+                reply: rollout_pb2.ScoreTokensReply = await self._links.stub(view).ScoreTokens(
+                    request, timeout=max(0.0, deadline - _now())
+                )
+                return reply
+            except grpc.RpcError as rpc_error:
+                error = meaning(rpc_error, worker)
+                if error.reason not in _ELSEWHERE:
+                    raise error from rpc_error
+                avoid[worker] = _now() + _AVOID_S
+            finally:
+                self._router.give_back(worker)
+        raise retryable(
+            Reason.NO_WORKER, f"{self._attempts} workers could not score: {error}", knob="gateway.attempts"
+        )
+
+    def load(self, worker: WorkerView) -> int:
+        """Samples that the gateway has on a worker."""
+        return self._router.samples(worker.id)
+
+    # ------------------------------------------------------------------ accounts
+
+    def refused(self, error: OmnifleetError) -> None:
+        """Count a refusal by its reason."""
+        self._counters.add(f"refusals_{error.reason}")
+
+    def _count(self, run: str, **amounts: int) -> None:
+        account = self.runs.setdefault(run, Counter())
+        self.runs.move_to_end(run)
+        while len(self.runs) > _RUNS:
+            self.runs.popitem(last=False)
+        for name, amount in amounts.items():
+            account[name] += amount
+            self._counters.add(name, amount)
+
+    def _quota(self, run: str) -> int:
+        return sum(pool.quota for pool in self._fleet.registry.pools_of(run) if pool.run == run)
+
+    def _priority(self, run: str) -> int:
+        return min(
+            (pool.priority for pool in self._fleet.registry.pools_of(run) if pool.run == run), default=0
+        )
+
+
+def check(request: rollout_pb2.GenerateRequest) -> None:
+    """What can be refused before a worker is asked. Raises INVALID_REQUEST."""
+    sampling = request.sampling
+    if not request.request_id:
+        raise invalid("request_id must not be empty")
+    if not request.tokens.token_ids:
+        raise invalid("the prompt has no tokens")
+    if not 1 <= sampling.n <= MAX_SAMPLES or sampling.max_tokens < 1:
+        raise invalid(
+            f"sampling.n {sampling.n} must be in 1..{MAX_SAMPLES}, max_tokens {sampling.max_tokens} at least 1"
+        )
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        raise invalid(f"temperature {sampling.temperature} must be >= 0 and top_p {sampling.top_p} in (0, 1]")
+    if request.expected_logprobs_mode not in ("", *LogprobsMode):
+        raise invalid(
+            f"expected_logprobs_mode {request.expected_logprobs_mode!r}: allowed are raw, processed"
+        )
+    if request.continuation.token_ids:
+        raise invalid("continuation is between the gateway and workers; ask for the whole reply")
+
+
+def _one(sampling: rollout_pb2.Sampling, index: int) -> rollout_pb2.Sampling:
+    """Sampling of the index-th sample; each has its own seed."""
+    one = rollout_pb2.Sampling()
+    one.CopyFrom(sampling)
+    one.n = 1
+    if one.HasField("seed"):
+        one.seed = (one.seed + index) % (1 << 63)
+    return one
+
+
+def _pause(error: OmnifleetError) -> float:
+    if error.reason is Reason.VERSION_TOO_OLD:
+        return _VERSION_LOOK_S
+    return error.retry_after_ms / 1000 or _AVOID_S
+
+
+def _cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

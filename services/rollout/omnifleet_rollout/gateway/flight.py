@@ -1,0 +1,75 @@
+"""One request on its way: its samples' tasks, its event queue and the one prompt that all its samples must share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import VersionBound
+from omnifleet.wire import rollout_pb2
+from omnifleet.wire.codec import bound_from_wire
+from omnifleet_rollout.gateway.routing import Ask
+
+_CHUNKS = 256  # events that may wait for a slow reader, a request
+
+
+@dataclass(slots=True)
+class Flight:
+    """deadline: seconds of the event loop's clock. home: worker of the first sample, preferred by the others."""
+
+    request: rollout_pb2.GenerateRequest
+    deadline: float
+    ask: Ask
+    bound: VersionBound
+    home: str = ""
+    aborted: bool = False
+    echo: rollout_pb2.PromptEcho | None = None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _events: asyncio.Queue[rollout_pb2.GenerateEvent] = field(default_factory=asyncio.Queue)
+    _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHUNKS))
+
+    @staticmethod
+    def of(request: rollout_pb2.GenerateRequest, deadline: float) -> Flight:
+        """A request that was checked."""
+        identity = request.identity
+        digests = tuple(ref.digest for ref in request.media)
+        ask = Ask(identity.run, identity.session, digests, request.sampling.n)
+        return Flight(request, deadline, ask, bound_from_wire(request.weight_version))
+
+    async def put(self, event: rollout_pb2.GenerateEvent) -> None:
+        """Queue an event; waits while the reader is `_CHUNKS` behind."""
+        await self._room.acquire()
+        self._events.put_nowait(event)
+
+    def put_last(self, event: rollout_pb2.GenerateEvent) -> None:
+        """Queue the end of a sample; never waits."""
+        self._events.put_nowait(event)
+
+    async def get(self) -> rollout_pb2.GenerateEvent:
+        """The next event."""
+        event = await self._events.get()
+        if event.WhichOneof("event") in ("prompt", "chunk"):
+            self._room.release()
+        return event
+
+    async def see(self, echo: rollout_pb2.PromptEcho) -> None:
+        """Pass the first echo on. Raises CORRUPT if a later worker saw another prompt or gives other logprobs."""
+        if self.echo is None:
+            self.echo = echo
+            await self.put(rollout_pb2.GenerateEvent(prompt=echo))
+            return
+        first, now = self.echo, echo
+        if (first.prompt_hash, first.logprobs_mode) != (now.prompt_hash, now.logprobs_mode):
+            raise OmnifleetError(
+                Reason.CORRUPT,
+                f"workers {first.worker} and {now.worker} disagree about request {self.request.request_id}: "
+                f"prompt {first.prompt_hash[:12]} {first.logprobs_mode} / {now.prompt_hash[:12]} {now.logprobs_mode}",
+                knob="one checkpoint and logprobs_mode a pool",
+            )
+
+    async def close(self) -> None:
+        """Cancel what still runs; the workers see it."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
