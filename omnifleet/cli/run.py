@@ -79,8 +79,9 @@ def start_services(
     """Bring up the run's services (a supervisor in the background tends them) and wait until workers can serve."""
     run_dir = prepare_run(recipe)
     if not is_up(run_dir):
-        for stale in ("supervisor.json", "wanted.json"):
-            (run_dir / stale).unlink(missing_ok=True)
+        said = [run_dir / "supervisor.json", run_dir / "wanted.json", *(run_dir / "services").glob("[!.]*.json")]
+        for stale in said:  # by an earlier life of the run, perhaps on another host
+            stale.unlink(missing_ok=True)
         command = [
             sys.executable,
             "-m",
