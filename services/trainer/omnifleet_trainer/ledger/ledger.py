@@ -220,14 +220,11 @@ class SqliteLedger:
                     (self._lineage, step, version, group_id),
                 )
 
-    def consumed_groups(self) -> int:
-        """Groups that the surviving weights were trained on."""
-        return int(self._db.execute("SELECT count(*) FROM groups WHERE state = 'consumed'").fetchone()[0])
-
-    def unfinished(self) -> int:
-        """Occurrences that are pending or leased."""
-        query = "SELECT count(*) FROM occurrences WHERE state IN ('pending', 'leased')"
-        return int(self._db.execute(query).fetchone()[0])
+    def first_open(self) -> tuple[int, int] | None:
+        """Place (epoch, position) of the first occurrence that is pending or leased, None if there is none."""
+        query = "SELECT epoch, position FROM occurrences WHERE state = ? ORDER BY epoch, position LIMIT 1"
+        rows = [self._db.execute(query, (state,)).fetchone() for state in ("pending", "leased")]
+        return min((tuple(row) for row in rows if row), default=None)
 
     def counts(self) -> LedgerCounts:
         """The account now."""

@@ -130,12 +130,8 @@ class Ledger(Protocol):
         """Account all trajectories of the groups to a step, durably. Raises CONFLICT if one is not ready."""
         ...
 
-    def consumed_groups(self) -> int:
-        """Groups that the surviving weights were trained on."""
-        ...
-
-    def unfinished(self) -> int:
-        """Occurrences that are pending or leased."""
+    def first_open(self) -> tuple[int, int] | None:
+        """Place (epoch, position) of the first occurrence that is pending or leased, None if there is none."""
         ...
 
     def counts(self) -> LedgerCounts:

@@ -1,0 +1,94 @@
+"""Ready groups to the batch of a step: advantages within each group, every media segment once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from omnifleet.config.recipe import ObjectiveConfig
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import Digest, FinishReason, Group, Trajectory
+from omnifleet_trainer.batch.samples import Segment, StepBatch, TrainingSample
+from omnifleet_trainer.grpo.advantages import group_advantages
+from omnifleet_trainer.loop.prompts import Prompts
+from omnifleet_trainer.rendering import RenderedPrompt, Renderer
+
+log = logging.getLogger("omnifleet.trainer.batches")
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageRule:
+    """How rewards of a group become advantages; see `ObjectiveConfig`."""
+
+    objective: ObjectiveConfig
+
+    def __call__(self, rewards: Sequence[float]) -> list[float]:
+        """One advantage a sample, clamped if the recipe says so."""
+        rule = self.objective
+        advantages = group_advantages(rewards, [True] * len(rewards), rule.baseline, rule.std)
+        clip = rule.advantage_clip
+        return advantages if clip is None else [max(-clip, min(clip, a)) for a in advantages]
+
+
+class Batches:
+    """Builds batches for weights of a known version."""
+
+    def __init__(self, prompts: Prompts, renderer: Renderer, advantages: AdvantageRule) -> None:
+        self._prompts = prompts
+        self._renderer = renderer
+        self._advantages = advantages
+
+    async def build(self, groups: Sequence[Group], *, step: int, version: int) -> StepBatch:
+        """All samples, group after group. `version`: weights that this step trains; lags are counted from it.
+
+        Raises what the media service raises; pictures that it lost are put again.
+        """
+        samples: list[TrainingSample] = []
+        segments: dict[Digest, Segment] = {}
+        for group in groups:
+            prompt = await self._render(group.prompt_id)
+            tensors: Mapping[Digest, Segment] = {s.key: s.tensors for s in prompt.segments}
+            segments.update(tensors)
+            advantages = self._advantages([t.reward for t in group.trajectories])
+            samples += [
+                _sample(trajectory, group.id, prompt, advantage, version)
+                for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
+            ]
+        return StepBatch(samples, step, segments)
+
+    async def _render(self, prompt_id: str) -> RenderedPrompt:
+        row = self._prompts.row(prompt_id)
+        try:
+            return await self._renderer.render(row)
+        except OmnifleetError as error:
+            if error.reason not in (Reason.MEDIA_LOST, Reason.NOT_FOUND):
+                raise
+            log.warning("prompt %s: %s; putting its pictures again", prompt_id, error)
+            self._renderer.forget(row)
+            return await self._renderer.render(row)
+
+
+def _sample(
+    trajectory: Trajectory, group_id: str, prompt: RenderedPrompt, advantage: float, version: int
+) -> TrainingSample:
+    return TrainingSample(
+        trajectory_id=trajectory.id,
+        group_id=group_id,
+        prompt_token_ids=prompt.expanded,
+        prompt_hash=trajectory.prompt_hash,
+        token_ids=trajectory.token_ids,
+        generation_logprobs=trajectory.logprobs,
+        mask=[1] * len(trajectory.token_ids),
+        lag=token_lags(trajectory, version),
+        reward=trajectory.reward,
+        advantage=advantage,
+        media=prompt.media,
+        segment_keys=tuple(segment.key for segment in prompt.segments),
+        truncated=trajectory.finish_reason is FinishReason.LENGTH,
+    )
+
+
+def token_lags(trajectory: Trajectory, version: int) -> list[int]:
+    """Steps between the weights that made each token and `version`."""
+    return [version - span.version.number for span in trajectory.spans for _ in range(span.start, span.end)]

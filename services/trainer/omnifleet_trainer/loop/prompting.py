@@ -1,0 +1,198 @@
+"""One prompt through the services: place, render, generate, check, score. Used by training and by evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from omnifleet.client.reward import ItemScore, ScoreItem
+from omnifleet.config.recipe import ScorerConfig
+from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.types import (
+    Generation,
+    Identity,
+    LogprobsMode,
+    MediaRef,
+    Sample,
+    Sampling,
+    Trajectory,
+    VersionBound,
+)
+from omnifleet_trainer.loop.checks import check_generation
+from omnifleet_trainer.loop.failures import Unscorable
+from omnifleet_trainer.rendering import RenderedPrompt, Renderer
+
+if TYPE_CHECKING:
+    from omnifleet_trainer.data import PromptRow
+
+_SCORE_PAUSE_S = 0.2
+
+
+class Generating(Protocol):
+    """What is asked of the rollout service; `omnifleet.client.rollout.RolloutClient` is one."""
+
+    async def generate(
+        self,
+        *,
+        prompt_token_ids: Sequence[int],
+        media: Sequence[MediaRef] = (),
+        sampling: Sampling,
+        identity: Identity,
+        bound: VersionBound = ...,
+        logprobs_mode: LogprobsMode | None = None,
+        deadline_s: float,
+        return_text: bool = False,
+    ) -> Generation:
+        """All samples of one prompt."""
+        ...
+
+
+class Scoring(Protocol):
+    """What is asked of the reward service; `omnifleet.client.reward.RewardClient` is one."""
+
+    async def score(
+        self, items: Sequence[ScoreItem], scorers: Sequence[ScorerConfig], deadline_s: float
+    ) -> list[ItemScore]:
+        """Scores in the order of `items`."""
+        ...
+
+
+class Prompter:
+    """Asks the fleet for replies to one row and gets them scored."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        rollout: Generating,
+        reward: Scoring,
+        *,
+        scorers: Sequence[ScorerConfig],
+        mode: LogprobsMode,
+        timeout_s: float,
+    ) -> None:
+        """mode: what the logprobs must mean. timeout_s: longest life of one prompt's rollout, seconds."""
+        self._renderer = renderer
+        self._rollout = rollout
+        self._reward = reward
+        self._scorers = scorers
+        self._mode = mode
+        self._timeout_s = timeout_s
+
+    async def ask(
+        self, row: PromptRow, *, identity: Identity, sampling: Sampling, bound: VersionBound, lineage: str
+    ) -> list[Trajectory]:
+        """`sampling.n` scored trajectories, all or none.
+
+        Raises OmnifleetError: what the services raise, RefusedSample, Unscorable, Stale, DEADLINE.
+        """
+        prompt = await self._render(row)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                generation = await self._rollout.generate(
+                    prompt_token_ids=prompt.token_ids,
+                    media=prompt.media,
+                    sampling=sampling,
+                    identity=identity,
+                    bound=bound,
+                    logprobs_mode=self._mode,
+                    deadline_s=self._timeout_s,
+                    return_text=True,
+                )
+        except TimeoutError:
+            raise retryable(
+                Reason.DEADLINE,
+                f"prompt {row.prompt_id!r} was not answered within {self._timeout_s:g} s",
+                knob="trainer.rollout_timeout_s",
+            ) from None
+        except OmnifleetError as error:
+            if error.reason is Reason.MEDIA_LOST:
+                self._renderer.forget(row)
+            raise
+        samples = check_generation(
+            generation, prompt_hash=prompt.prompt_hash, mode=self._mode, run=identity.run, lineage=lineage
+        )
+        scores = await self._score(row, prompt, samples, identity)
+        return [
+            _trajectory(prompt, generation, sample, score, identity)
+            for sample, score in zip(samples, scores, strict=True)
+        ]
+
+    async def _render(self, row: PromptRow) -> RenderedPrompt:
+        try:
+            return await self._renderer.render(row)
+        except OmnifleetError as error:
+            if error.reason is Reason.MEDIA_LOST:
+                self._renderer.forget(row)
+            if error.reason is Reason.DEADLINE:  # the media service was slow, not this prompt
+                raise retryable(Reason.UNAVAILABLE, error.message, knob=error.knob) from error
+            raise
+
+    async def _score(
+        self, row: PromptRow, prompt: RenderedPrompt, samples: Sequence[Sample], identity: Identity
+    ) -> list[ItemScore]:
+        items = [
+            ScoreItem(
+                id=f"{identity.attempt}/{sample.index}",
+                response=sample.text,
+                ground_truth=row.answer,
+                identity=identity,
+                prompt=row.text,
+                media=prompt.media,
+                extra={"task": row.task},
+                prompt_suffix=prompt.opened,
+            )
+            for sample in samples
+        ]
+        scores = await self._score_patiently(items)
+        for score in scores:
+            if score.error is not None:
+                raise Unscorable(score.error.reason, f"{score.id}: {score.error.message}", knob=score.error.knob)
+            if not math.isfinite(score.score):
+                raise Unscorable(Reason.INTERNAL, f"{score.id}: the score {score.score} is not a finite number")
+        return scores
+
+    async def _score_patiently(self, items: Sequence[ScoreItem]) -> list[ItemScore]:
+        """Generated tokens are dear: wait for a reward service that restarts, up to the rollout's time."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._timeout_s
+        while True:
+            try:
+                return await self._reward.score(items, self._scorers, max(end - loop.time(), 0.1))
+            except OmnifleetError as error:
+                pause = max(_SCORE_PAUSE_S, error.retry_after_ms / 1000)
+                if not error.retryable:
+                    raise
+                if loop.time() + pause >= end:
+                    raise retryable(Reason.UNAVAILABLE, f"no scores: {error.message}", knob=error.knob) from error
+            await asyncio.sleep(pause)
+
+
+def _trajectory(
+    prompt: RenderedPrompt, generation: Generation, sample: Sample, score: ItemScore, identity: Identity
+) -> Trajectory:
+    return Trajectory(
+        id=score.id,
+        identity=Identity(
+            identity.run,
+            environment=identity.environment,
+            prompt_id=identity.prompt_id,
+            group_id=identity.group_id,
+            sample=sample.index,
+            attempt=identity.attempt,
+        ),
+        # Equal to what the engine echoes: their hashes were compared.
+        prompt_token_ids=prompt.expanded,
+        prompt_hash=generation.prompt_hash,
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
+        spans=sample.spans,
+        logprobs_mode=generation.logprobs_mode,
+        finish_reason=sample.finish_reason,
+        text=sample.text,
+        media=prompt.media,
+        reward=score.score,
+        reward_version=score.reward_version,
+        components=score.components,
+    )

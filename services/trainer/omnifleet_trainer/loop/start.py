@@ -1,0 +1,88 @@
+"""From where a run starts: afresh, or from the newest checkpoint with the ledger rolled back to it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet_trainer.checkpoint import latest_checkpoint
+from omnifleet_trainer.ledger import SqliteLedger
+
+log = logging.getLogger("omnifleet.trainer")
+
+Mode = Literal["auto", "resume", "fresh"]
+LEDGER = "ledger.sqlite"
+_PARTS = (LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm", "checkpoints", "metrics.jsonl", "samples.jsonl", "summary.json", "start.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """step: steps in the weights. checkpoint: folder to load them from, None for the recipe's model."""
+
+    step: int
+    lineage: str
+    checkpoint: Path | None
+    ledger: SqliteLedger
+    began_unix: float
+
+
+def find_start(run_dir: Path, mode: Mode) -> Start:
+    """Open the run where it stands.
+
+    `fresh` puts an earlier life of the run aside, `resume` insists on a checkpoint. Raises NOT_FOUND, CONFLICT
+    (another trainer has the run), CORRUPT.
+    """
+    if mode == "fresh":
+        _put_aside(run_dir)
+    found = latest_checkpoint(run_dir / "checkpoints")
+    if mode == "resume" and found is None:
+        raise OmnifleetError(
+            Reason.NOT_FOUND, f"{run_dir} has no complete checkpoint to resume from", knob="leave out --resume"
+        )
+    path = run_dir / LEDGER
+    if not path.exists() and found is not None:
+        shutil.copyfile(found.path / LEDGER, path)
+    step = found.step if found else 0
+    ledger = SqliteLedger(path, owner=uuid.uuid4().hex)
+    rollback = ledger.roll_back_to(step, _new_lineage())
+    if found or rollback.kept or rollback.ready_again or rollback.reclaimed:
+        log.info(
+            "resumed at step %d: %d ready groups kept (%d were trained after the checkpoint), %d of lost weights "
+            "dropped, %d prompts out at the crash are pending again",
+            step, rollback.kept, rollback.ready_again, rollback.expired, rollback.reclaimed,
+        )
+    return Start(step, rollback.lineage, found.path if found else None, ledger, _began(run_dir))
+
+
+def _began(run_dir: Path) -> float:
+    path = run_dir / "start.json"
+    try:
+        return float(json.loads(path.read_text())["unix"])
+    except FileNotFoundError:
+        now = time.time()
+        path.write_text(json.dumps({"unix": now}))
+        return now
+    except (ValueError, KeyError) as error:
+        raise invalid(f"{path} is damaged: {error}", reason=Reason.CORRUPT) from error
+
+
+def _put_aside(run_dir: Path) -> None:
+    old = [run_dir / name for name in _PARTS if (run_dir / name).exists()]
+    if not old:
+        return
+    aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    aside.mkdir()
+    for path in old:
+        path.rename(aside / path.name)
+    log.info("fresh start: the run's earlier life is in %s", aside)
+
+
+def _new_lineage() -> str:
+    return uuid.uuid4().hex[:8]
