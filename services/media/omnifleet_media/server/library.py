@@ -19,10 +19,10 @@ from omnifleet.address import (
     source_digest,
 )
 from omnifleet.config.services import MediaConfig
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.flight import SingleFlight
 from omnifleet.telemetry.counters import Counters
-from omnifleet.types import Digest, MediaKind, MediaRef
+from omnifleet.types import Digest, Lease, MediaKind, MediaRef
 from omnifleet_media.address.contract import DecodeContract
 from omnifleet_media.address.manifest import MediaObject, timestamps_us
 from omnifleet_media.decode.request import Decoder
@@ -46,6 +46,7 @@ from omnifleet_media.store.tiers import Store
 log = logging.getLogger("omnifleet.media")
 
 _CONFIG_BYTES = 64 << 10
+_TRIES = 3
 ContractOf = Callable[[SourceType], DecodeContract]
 
 
@@ -81,8 +82,9 @@ class Library:
         """Start the first processes ahead of the first call; where there is no transformers, that is no fault."""
         try:
             await self._decoder.pictures.warm()
-            segment_library()
-            await self._processors.warm()
+            if self.config.processors:
+                segment_library()
+                await self._processors.warm()
         except OmnifleetError as error:
             log.warning("%s", error)
 
@@ -101,6 +103,21 @@ class Library:
         self.counters.add("puts")
         digest = await asyncio.to_thread(source_digest, source.data)
         return await self._stored(digest, source, contract, durable=durable)
+
+    async def put_leased(
+        self, source: Source, contract: DecodeContract, run: str, owner: str, ttl_ms: int, *, durable: bool
+    ) -> tuple[Stored, Lease]:
+        """Store and lease. An object that is evicted between the two is stored again."""
+        for _ in range(_TRIES):
+            stored = await self.put(source, contract, durable=durable)
+            try:
+                return stored, await self.retention.take_lease(run, owner, ttl_ms, [stored.item.digest])
+            except OmnifleetError as error:
+                if error.reason is not Reason.MEDIA_LOST:
+                    raise
+        raise retryable(
+            Reason.OVERLOADED, "the object is evicted as fast as it is stored", knob="media.disk_bytes"
+        )
 
     async def decode(self, digest: Digest, contract_of: ContractOf) -> Stored:
         """The object of a stored source. Raises OmnifleetError: NOT_FOUND, MEDIA_LOST and those of `put`."""

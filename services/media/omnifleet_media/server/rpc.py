@@ -73,14 +73,13 @@ class MediaRpc(MediaServicer):
         source = intake.finish()
         durable = header.durability == media_pb2.DURABILITY_DURABLE
         contract = contract_of(header.contract, header.kind, source.type)
-        stored = await self._library.put(source, contract, durable=durable)
+        if not header.lease_owner:
+            return put_reply(await self._library.put(source, contract, durable=durable), header.durability)
+        stored, lease = await self._library.put_leased(
+            source, contract, header.run, header.lease_owner, header.lease_ttl_ms, durable=durable
+        )
         reply = put_reply(stored, header.durability)
-        if header.lease_owner:
-            digests = [stored.item.digest]
-            lease = await self._library.retention.take_lease(
-                header.run, header.lease_owner, header.lease_ttl_ms, digests
-            )
-            reply.lease.CopyFrom(lease_to_wire(lease))
+        reply.lease.CopyFrom(lease_to_wire(lease))
         return reply
 
     async def Decode(self, request: media_pb2.DecodeRequest, context: Any) -> media_pb2.PutReply:

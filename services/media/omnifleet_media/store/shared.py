@@ -57,31 +57,43 @@ class SharedTier:
 
     def write(self, blob: Blob, data: memoryview) -> Path | None:
         """Bring a blob in, at the cost of others; None if it does not fit."""
+        path, size = self._path(*blob.key), len(data)
         with self._lock:
             if blob.key in self._sizes:
-                return self._path(*blob.key)
-            if len(data) > self._limit:
+                return path
+            if size > self._limit:
                 self.refused += 1
                 return None
-            self._shrink(self._limit - len(data))
-            path = self._path(*blob.key)
-            path.parent.mkdir(exist_ok=True)
-            while True:
-                try:
-                    write_whole(path, data, scratch_dir=self._root)
-                except OSError as error:
-                    if error.errno not in FULL:
-                        raise
-                    # The file system is smaller than media.shared_memory_bytes says, or others fill it.
-                    if not self._sizes:
-                        self.refused += 1
-                        return None
-                    self._shrink(self.used - len(data))
-                else:
-                    break
-            self._sizes[blob.key] = len(data)
-            self.used += len(data)
-            return path
+            self._shrink(self._limit - size)
+            self.used += size  # reserved; the file is written without the lock
+        placed = False
+        try:
+            placed = self._place(path, data)
+        finally:
+            with self._lock:
+                if not placed or blob.key in self._sizes:
+                    self.used -= size
+                if placed:
+                    self._sizes[blob.key] = size
+        return path if placed else None
+
+    def _place(self, path: Path, data: memoryview) -> bool:
+        path.parent.mkdir(exist_ok=True)
+        while True:
+            try:
+                write_whole(path, data, scratch_dir=self._root)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+            else:
+                return True
+            with (
+                self._lock
+            ):  # the file system is smaller than media.shared_memory_bytes says, or others fill it
+                if not self._sizes:
+                    self.refused += 1
+                    return False
+                self._shrink(self.used - len(data))
 
     def remove(self, kind: str, digest: Digest) -> None:
         """Take a blob out. Maps that readers hold stay whole."""
