@@ -45,4 +45,6 @@ def check_sample(sample: TrainingSample) -> None:
     if not all(math.isfinite(logprob) and logprob <= 1e-3 for logprob in sample.generation_logprobs):
         raise invalid(f"sample {name}: generation_logprobs must be finite and at most 0")
     if not math.isfinite(sample.advantage) or not math.isfinite(sample.reward):
-        raise invalid(f"sample {name}: advantage {sample.advantage} and reward {sample.reward} must be finite")
+        raise invalid(
+            f"sample {name}: advantage {sample.advantage} and reward {sample.reward} must be finite"
+        )

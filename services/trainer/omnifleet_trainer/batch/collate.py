@@ -55,7 +55,10 @@ class MicroBatch:
         """The same micro-batch with its tensors on `device`."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return MicroBatch(
-            **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in fields.items()}
+            **{
+                name: value.to(device) if isinstance(value, Tensor) else value
+                for name, value in fields.items()
+            }
         )
 
 
@@ -111,9 +114,7 @@ def _micro_batch(
     samples = [batch.samples[row] for row in rows]
     width = _padded(max(sample.length for sample in samples), multiple)
     size = (len(samples), width)
-    whole = {
-        name: np.zeros(size, np.int64) for name in ("input_ids", "attention_mask", "token_types", "lag")
-    }
+    whole = {name: np.zeros(size, np.int64) for name in ("input_ids", "attention_mask", "token_types", "lag")}
     real = {name: np.zeros(size, np.float32) for name in ("token_mask", "generation_logprobs", "advantages")}
     for i, sample in enumerate(samples):
         start, end = len(sample.prompt_token_ids), sample.length

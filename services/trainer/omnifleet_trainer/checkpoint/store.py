@@ -1,6 +1,7 @@
 """Write, find and prune checkpoints of one run. A folder named step_N is complete: it got that name last.
 
-root/step_00000012/{policy/, optimizer/, state.json}; scratch folders begin with `.writing-`.
+root/step_00000012/{policy/, optimizer/, state.json}; scratch folders begin with `.writing-`. A step that is written
+again becomes step_00000012.1, so that no moment is without a complete one.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import errno
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from typing import Any
 from omnifleet.errors import OmnifleetError, Reason
 
 FORMAT = 1
-_NAME = re.compile(r"step_(\d+)$")
+_NAME = re.compile(r"step_(\d+)(?:\.(\d+))?$")
 _SCRATCH = ".writing-"
 _STATE = "state.json"
+_ours: set[Path] = set()
+"""Scratch folders that this process writes now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +51,43 @@ def write_checkpoint(
 ) -> Path:
     """Write `root/step_N` atomically and durably: scratch folder, fsync of every file, rename, fsync of `root`.
 
-    `save_policy` writes into the folder it is given (`Policy.save`). A complete checkpoint of the same step is
-    replaced. Returns the folder. Raises OmnifleetError(DISK_FULL); what was complete before stays.
+    `save_policy` writes into the folder it is given (`Policy.save`). An older checkpoint of the same step is removed
+    after. Returns the folder. Raises OmnifleetError(DISK_FULL); what was complete before stays.
     """
     root.mkdir(parents=True, exist_ok=True)
     sweep(root)
-    scratch = root / f"{_SCRATCH}{step}-{os.getpid()}"
-    try:
-        scratch.mkdir()
-        save_policy(scratch)
-        (scratch / _STATE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1, sort_keys=True))
-        _sync_tree(scratch)
-        target = root / f"step_{step:08d}"
-        if target.exists():
-            # The old one leaves its name first; a crash between the two renames leaves the one before it newest.
-            target.rename(root / f"{_SCRATCH}old-{step}-{os.getpid()}")
-        scratch.rename(target)
-        _sync(root)
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OmnifleetError(
-                Reason.DISK_FULL, f"no room for the checkpoint of step {step} in {root}", knob="run.root"
-            ) from error
-        raise
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    sweep(root)
+    before = [path for path in _complete(root) if _rank(path)[0] == step]
+    with _scratch(root, step) as scratch:
+        try:
+            save_policy(scratch)
+            body = {"format": FORMAT, **asdict(state)}
+            (scratch / _STATE).write_text(json.dumps(body, indent=1, sort_keys=True))
+            _sync_tree(scratch)
+            name = f"step_{step:08d}" + (f".{_rank(before[-1])[1] + 1}" if before else "")
+            target = scratch.rename(root / name)
+            _sync(root)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OmnifleetError(
+                    Reason.DISK_FULL, f"no room for the checkpoint of step {step} in {root}", knob="run.root"
+                ) from error
+            raise
+    for path in before:
+        _remove(path)
     return target
+
+
+@contextmanager
+def _scratch(root: Path, step: int) -> Iterator[Path]:
+    """A new folder that is removed at the end, unless it was renamed."""
+    folder = root / f"{_SCRATCH}{step}-{secrets.token_hex(4)}-{os.getpid()}"
+    _ours.add(folder)
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        _ours.discard(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def latest_checkpoint(root: Path) -> tuple[Path, CheckpointState] | None:
@@ -106,9 +119,7 @@ def prune(root: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` newest complete checkpoints (at least 1). Returns what was removed."""
     removed = _complete(root)[: -max(keep, 1)]
     for folder in removed:
-        # It loses its name before its content, so that a crash in between leaves no half checkpoint with a name.
-        doomed = folder.rename(root / f"{_SCRATCH}old-{folder.name}-{os.getpid()}")
-        shutil.rmtree(doomed)
+        _remove(folder)
     return removed
 
 
@@ -116,15 +127,28 @@ def sweep(root: Path) -> None:
     """Remove scratch folders that no living process writes."""
     for folder in root.glob(f"{_SCRATCH}*"):
         writer = int(folder.name.rpartition("-")[2])
-        if writer == os.getpid() and "old" not in folder.name:
-            continue
-        if writer == os.getpid() or not Path(f"/proc/{writer}").exists():
+        alive = folder in _ours if writer == os.getpid() else Path(f"/proc/{writer}").exists()
+        if not alive:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _remove(folder: Path) -> None:
+    """A checkpoint loses its name before its content, so that a crash in between leaves no half one with a name."""
+    doomed = folder.rename(
+        folder.parent / f"{_SCRATCH}old-{folder.name}-{secrets.token_hex(4)}-{os.getpid()}"
+    )
+    shutil.rmtree(doomed)
+
+
+def _rank(folder: Path) -> tuple[int, int]:
+    """(step, edition) of a checkpoint folder, (-1, 0) of anything else."""
+    match = _NAME.match(folder.name)
+    return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
+
+
 def _complete(root: Path) -> list[Path]:
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name))]
-    return [path for _, path in sorted(found)]
+    """Oldest first."""
+    return sorted((path for path in root.iterdir() if _rank(path)[0] >= 0), key=_rank)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -55,7 +55,9 @@ class AutoModelPolicy:
         self._temperature = temperature
         if temperature <= 0:
             raise invalid(
-                "greedy samples have no logprobs to train on", knob="sampling.temperature", reason=Reason.INVALID_CONFIG
+                "greedy samples have no logprobs to train on",
+                knob="sampling.temperature",
+                reason=Reason.INVALID_CONFIG,
             )
         if trainer.world_size != 1:
             raise OmnifleetError(
@@ -68,7 +70,11 @@ class AutoModelPolicy:
         if trainer.threads is not None:
             torch.set_num_threads(trainer.threads)
         torch.manual_seed(seed)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         self._owns_group = _start_group()
         self._model, self._mesh = _build(source)
         self._names = source_names(self._model, shapes)
@@ -87,7 +93,9 @@ class AutoModelPolicy:
         )
         # The reference policy of the KL term: the weights that the run began with, whatever is loaded later.
         needs_reference = objective.kl_coefficient > 0
-        self._reference = {n: p.detach().cpu().clone() for n, p in trainable.items()} if needs_reference else None
+        self._reference = (
+            {n: p.detach().cpu().clone() for n, p in trainable.items()} if needs_reference else None
+        )
 
     def describe(self) -> dict[str, str]:
         """See `Policy`."""
@@ -126,7 +134,9 @@ class AutoModelPolicy:
             objective=self._objective,
             forward=self._forward(batch),
             update=self._update,
-            reference=None if self._reference is None else lambda micros: self._reference_logprobs(batch, micros),
+            reference=None
+            if self._reference is None
+            else lambda micros: self._reference_logprobs(batch, micros),
         )
         metrics["lr"] = self._optimizer.learning_rate()
         self._optimizer.steps += 1
@@ -152,10 +162,16 @@ class AutoModelPolicy:
 
     def load(self, folder: Path) -> None:
         """See `Policy`."""
-        state = {self._names[name]: tensor for name, tensor in self._model.state_dict().items() if name in self._names}
+        state = {
+            self._names[name]: tensor
+            for name, tensor in self._model.state_dict().items()
+            if name in self._names
+        }
         stored = checkpoint_shapes(folder / "policy")
         if {name: tuple(tensor.shape) for name, tensor in state.items()} != stored:
-            raise OmnifleetError(Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path")
+            raise OmnifleetError(
+                Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
+            )
         with torch.no_grad():
             for name, tensor in read_folder(folder / "policy"):
                 state[name].copy_(tensor)

@@ -27,7 +27,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
     for path in [folder / "config.json", *files]:
         if not path.exists():
             raise OmnifleetError(
-                Reason.MODEL_MISSING, f"{folder} is no safetensors checkpoint: {path.name} is missing", knob="model.path"
+                Reason.MODEL_MISSING,
+                f"{folder} is no safetensors checkpoint: {path.name} is missing",
+                knob="model.path",
             )
     return files
 
@@ -85,5 +87,7 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
             )
         frozen |= found
     if known and len(frozen) == len(known):
-        raise invalid("model.freeze leaves nothing to train", knob="model.freeze", reason=Reason.INVALID_CONFIG)
+        raise invalid(
+            "model.freeze leaves nothing to train", knob="model.freeze", reason=Reason.INVALID_CONFIG
+        )
     return frozen

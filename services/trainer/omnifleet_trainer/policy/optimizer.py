@@ -56,7 +56,9 @@ class Optimizer:
         updates: dict[str, float] = {}
         for name, weight in self._weights.items():
             if state := self._adam.state.get(weight):
-                tensors |= {f"{moment}/{name}": state[moment].detach().cpu().contiguous() for moment in _MOMENTS}
+                tensors |= {
+                    f"{moment}/{name}": state[moment].detach().cpu().contiguous() for moment in _MOMENTS
+                }
                 updates[name] = float(state["step"])
         save_file(tensors, folder / "moments.safetensors")
         body = {"kind": "adamw", "steps": self.steps, "updates": updates}
@@ -69,7 +71,8 @@ class Optimizer:
         unknown = sorted(set(body["updates"]) - set(self._weights))
         if unknown:
             raise OmnifleetError(
-                Reason.CORRUPT, f"{folder} has optimiser state of weights that do not train here: {unknown[:4]}",
+                Reason.CORRUPT,
+                f"{folder} has optimiser state of weights that do not train here: {unknown[:4]}",
                 knob="model.freeze",
             )
         self._adam.state.clear()
@@ -77,7 +80,9 @@ class Optimizer:
             weight = self._weights[name]
             moments = {moment: tensors[f"{moment}/{name}"].to(weight.device) for moment in _MOMENTS}
             if moments["exp_avg"].shape != weight.shape:
-                raise OmnifleetError(Reason.CORRUPT, f"{folder} has optimiser state of another shape for {name}")
+                raise OmnifleetError(
+                    Reason.CORRUPT, f"{folder} has optimiser state of another shape for {name}"
+                )
             self._adam.state[weight] = {"step": torch.tensor(updates), **moments}
         self.steps = int(body["steps"])
 

@@ -1,0 +1,104 @@
+"""Client of a worker's Refit service: describe, stage, commit, abort."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from omnifleet.types import InFlight, WeightVersion
+from omnifleet.wire import refit_pb2, refit_pb2_grpc
+from omnifleet.wire.channel import open_channel
+from omnifleet.wire.codec import in_flight_to_wire, version_from_wire
+from omnifleet.wire.errors import remote_errors
+
+CALL_S = 10.0
+"""Deadline of a call that moves nothing, seconds."""
+_GRACE_S = 2.0
+"""What a call is given beyond the deadline that the worker is told, so that its own error arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What a worker says of its engine. tensors: table of what it loads; version: what it serves."""
+
+    tensors: tuple[refit_pb2.TensorSpec, ...]
+    transports: tuple[str, ...]
+    shadow: bool
+    version: WeightVersion
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """gate_seconds: no token was produced for this long. in_flight: samples that were running at the gate."""
+
+    version: WeightVersion
+    gate_seconds: float
+    in_flight: int
+    tensors_loaded: int
+
+
+class RefitClient:
+    """Speaks to one worker. Every call raises OmnifleetError; `deadline_s` in seconds."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = refit_pb2_grpc.RefitStub(channel)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    @asynccontextmanager
+    async def open(address: str, secret: str = "") -> AsyncIterator[RefitClient]:
+        """Connect to "host:port" with a bearer token of scope trainer."""
+        async with open_channel(address, secret) as channel:
+            yield RefitClient(channel)
+
+    async def describe(self, *, deadline_s: float = CALL_S) -> EngineView:
+        """What the engine loads and what it serves now."""
+        with remote_errors():
+            reply = await self._stub.Describe(refit_pb2.DescribeRequest(), timeout=deadline_s)
+        return EngineView(
+            tuple(reply.tensors),
+            tuple(reply.transports),
+            reply.shadow,
+            version_from_wire(reply.version),
+            reply.engine,
+        )
+
+    async def stage(self, manifest: refit_pb2.Manifest, path: Path, size: int, *, deadline_s: float) -> str:
+        """Have the worker copy and verify a transfer file of `size` bytes; returns the manifest's digest as it sees it.
+
+        The old version serves on. Raises REFIT_REJECTED, CONFLICT (another step runs), DEADLINE.
+        """
+        request = refit_pb2.StageRequest(
+            manifest=manifest,
+            shm=refit_pb2.ShmTransport(path=str(path), bytes=size),
+            deadline_ms=int(deadline_s * 1000),
+        )
+        with remote_errors():
+            reply = await self._stub.Stage(request, timeout=deadline_s + _GRACE_S)
+        return str(reply.manifest_digest)
+
+    async def commit(self, manifest_digest: str, policy: InFlight, *, deadline_s: float) -> Commit:
+        """Gate, load, serve. Raises REFIT_REJECTED, DEADLINE (the old version serves on), FENCED (nothing serves)."""
+        request = refit_pb2.CommitRequest(
+            manifest_digest=manifest_digest,
+            in_flight=in_flight_to_wire(policy),
+            deadline_ms=int(deadline_s * 1000),
+        )
+        with remote_errors():
+            reply = await self._stub.Commit(request, timeout=deadline_s + _GRACE_S)
+        return Commit(
+            version_from_wire(reply.version), reply.gate_seconds, reply.in_flight, reply.tensors_loaded
+        )
+
+    async def abort(
+        self, manifest_digest: str = "", reason: str = "", *, deadline_s: float = CALL_S
+    ) -> WeightVersion:
+        """Drop what is staged ("" = whatever it is); returns the version that serves. Idempotent."""
+        request = refit_pb2.AbortRequest(manifest_digest=manifest_digest, reason=reason)
+        with remote_errors():
+            reply = await self._stub.Abort(request, timeout=deadline_s)
+        return version_from_wire(reply.version)

@@ -1,0 +1,425 @@
+"""Publishes weights to the fleet, and brings every worker that is behind to the current version alone.
+
+The property it works for: a worker that serves holds exactly one version that was verified whole. The worker keeps it;
+the sender never assumes that a step succeeded, and a worker whose step failed is simply one that is behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from concurrent.futures import Executor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omnifleet.client.fleet import FleetClient, FleetView, WorkerView
+from omnifleet.client.refit import Commit, RefitClient
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import InFlight, WeightVersion, WorkerState
+from omnifleet_trainer.policy.port import Tensor
+from omnifleet_trainer.refit.release import Parcel, Release, first_release, next_release
+from omnifleet_trainer.refit.transfer import Transfer, sweep
+
+log = logging.getLogger("omnifleet.trainer.refit")
+
+SHARED_MEMORY = Path("/dev/shm")
+BUCKET_BYTES = 64 << 20
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
+_CATCH_UPS_AT_ONCE = 4
+_ATTEMPTS = 3
+_SILENCE_S = 30.0
+"""A registry speaks at least every 10 s; after this long without a word the watch is opened again."""
+_HEARTBEAT_S = 3.0
+"""For so long after a commit a worker's report may still tell of the time before it."""
+_EDITIONS = 1024
+_DEAF = (
+    WorkerState.JOINING,
+    WorkerState.DRAINING,
+    WorkerState.DEAD,
+    WorkerState.RETIRED,
+    WorkerState.SUSPECT,
+)
+"""States in which a worker is sent nothing: its engine is not up, or it will not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """What a publish did. seconds: from the first tensor to the last commit; pack_seconds: until the file was there.
+
+    bytes: of the file, not times workers. gate_seconds: the longest; in_flight: samples running at the gates, summed.
+    ok: ids of workers at the version; failed: id -> why; behind: ids of newcomers and of workers that are being
+    brought up already. `keep_up` brings the latter two there.
+    """
+
+    version: WeightVersion
+    seconds: float
+    pack_seconds: float
+    bytes: int
+    gate_seconds: float
+    in_flight: int
+    ok: tuple[str, ...]
+    failed: dict[str, str] = field(default_factory=dict)
+    behind: tuple[str, ...] = ()
+
+
+class RefitSender:
+    """Sends one lineage of one run. Open with `RefitSender.open`; `publish` in order, `keep_up` beside it.
+
+    timeout_s: deadline of a worker's stage and of its commit, each. rolling: commit worker after worker, so that the
+    others serve meanwhile; else all at once. max_lag: numbers that a serving worker may be behind the announced one.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetClient,
+        secret: str,
+        *,
+        run: str,
+        lineage: str,
+        pool: str = "default",
+        shm_dir: Path = SHARED_MEMORY,
+        in_flight: InFlight = InFlight.RECOMPUTE,
+        timeout_s: float = 60.0,
+        rolling: bool = False,
+        max_lag: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._fleet, self._secret, self._run, self._lineage, self._pool = fleet, secret, run, lineage, pool
+        self._shm_dir, self._in_flight, self._timeout_s = shm_dir, in_flight, timeout_s
+        self._rolling, self._max_lag, self._bucket_bytes = rolling, max_lag, bucket_bytes
+        self._base: Transfer | None = None
+        self._release: Release | None = None
+        self._issued: dict[WeightVersion, None] = {}
+        self._at: dict[str, tuple[WeightVersion, float]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._composing = asyncio.Lock()
+        self._behind: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_CATCH_UPS_AT_ONCE)
+        self._wake = asyncio.Event()
+
+    @staticmethod
+    @asynccontextmanager
+    async def open(
+        fleet_address: str,
+        secret: str,
+        *,
+        run: str,
+        lineage: str,
+        pool: str = "default",
+        shm_dir: Path = SHARED_MEMORY,
+        in_flight: InFlight = InFlight.RECOMPUTE,
+        timeout_s: float = 60.0,
+        rolling: bool = False,
+        max_lag: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> AsyncIterator[RefitSender]:
+        """Connect to the fleet registry with a token of scope trainer; removes transfer files of dead senders."""
+        for path in sweep(shm_dir):
+            log.info("removed %s of a sender that is gone", path)
+        async with FleetClient.open(fleet_address, secret) as fleet:
+            sender = RefitSender(
+                fleet,
+                secret,
+                run=run,
+                lineage=lineage,
+                pool=pool,
+                shm_dir=shm_dir,
+                in_flight=in_flight,
+                timeout_s=timeout_s,
+                rolling=rolling,
+                max_lag=max_lag,
+                bucket_bytes=bucket_bytes,
+            )
+            try:
+                yield sender
+            finally:
+                await sender.close()
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The version published last."""
+        return self._release.version if self._release else None
+
+    async def publish(
+        self,
+        number: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        changed: set[str],
+        *,
+        encoder_changed: bool,
+        executor: Executor | None = None,
+    ) -> RefitReport:
+        """Make `tensors` (all of the model, by checkpoint name) version `number` of every worker that can be reached.
+
+        changed: names that may differ from the version before; the others are sent once a lineage. encoder_changed:
+        encoder outputs depend on tensors that changed. The tensors are read on `executor`, before anything is
+        announced. Workers that fail are in the report and are left to `keep_up`. Raises OmnifleetError(CONFLICT)
+        for a number below the last one, DISK_FULL, and what the registry raises; after that the same number may be
+        published again, which sends the same bytes.
+        """
+        began = time.monotonic()
+        version = WeightVersion(self._run, self._lineage, number)
+        if self._release is not None and number < self._release.version.number:
+            raise OmnifleetError(Reason.CONFLICT, f"{version} is behind {self._release.version}")
+        if self._release is None or number > self._release.version.number:
+            release = await self._packed(version, tensors, changed, encoder_changed, executor)
+            if self._release is not None:
+                self._release.retire()
+            self._release, self._base = release, release.base
+        release = self._release
+        packed = time.monotonic()
+        await self._fleet.announce_version(version, pool=self._pool, max_lag=self._max_lag)
+        workers = _reachable(await self._fleet.list(self._pool))
+        ready = [worker for worker in workers if self._takes(worker, release)]
+        commits, failed = await self._send_all(release, ready)
+        self._wake.set()
+        return RefitReport(
+            version=version,
+            seconds=time.monotonic() - began,
+            pack_seconds=packed - began,
+            bytes=(release.delta or release.base).size,
+            gate_seconds=max((commit.gate_seconds for commit in commits.values()), default=0.0),
+            in_flight=sum(commit.in_flight for commit in commits.values()),
+            ok=tuple(sorted(commits)),
+            failed=failed,
+            behind=tuple(sorted({worker.id for worker in workers} - {worker.id for worker in ready})),
+        )
+
+    async def _packed(
+        self,
+        version: WeightVersion,
+        tensors: Iterator[tuple[str, Tensor]],
+        changed: set[str],
+        encoder_changed: bool,
+        executor: Executor | None,
+    ) -> Release:
+        future = asyncio.get_running_loop().run_in_executor(
+            executor, lambda: self._pack(version, tensors, changed, encoder_changed)
+        )
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_discard)
+            raise
+
+    def _pack(
+        self,
+        version: WeightVersion,
+        tensors: Iterator[tuple[str, Tensor]],
+        changed: set[str],
+        encoder_changed: bool,
+    ) -> Release:
+        if self._base is None:
+            return first_release(version, tensors, self._shm_dir, self._bucket_bytes)
+        return next_release(
+            version, self._base, tensors, changed, encoder_changed, self._shm_dir, self._bucket_bytes
+        )
+
+    async def _send_all(
+        self, release: Release, workers: list[WorkerView]
+    ) -> tuple[dict[str, Commit], dict[str, str]]:
+        """Stage on all in parallel, then commit what is staged; (id -> commit, id -> why not)."""
+        turn = asyncio.Lock()
+        results = await asyncio.gather(
+            *(self._publish_to(worker, release, turn) for worker in workers), return_exceptions=True
+        )
+        commits: dict[str, Commit] = {}
+        failed: dict[str, str] = {}
+        for worker, result in zip(workers, results, strict=True):
+            if isinstance(result, Commit):
+                commits[worker.id] = result
+            elif isinstance(result, OmnifleetError):
+                failed[worker.id] = str(result)
+                log.warning("refit of %s to %s failed: %s", worker.id, release.version, result)
+            elif isinstance(result, BaseException):
+                raise result
+        return commits, failed
+
+    def _takes(self, worker: WorkerView, release: Release) -> bool:
+        """True if a publish may send to this worker: it holds a version of ours, or needs none."""
+        return worker.id not in self._behind and (release.delta is None or self._serves(worker) is not None)
+
+    async def _publish_to(self, worker: WorkerView, release: Release, turn: asyncio.Lock) -> Commit:
+        async with self._lock(worker.id):
+            parent = self._serves(worker)
+            parcel = release.complete() if parent is None else release.on_top_of(parent)
+            return await self._send(worker, parcel, turn if self._rolling else None)
+
+    async def _send(self, worker: WorkerView, parcel: Parcel, turn: asyncio.Lock | None = None) -> Commit:
+        """Stage, then commit (in turn). Until the worker says so, nothing is known of what it serves."""
+        self._at.pop(worker.id, None)
+        self._issue(parcel.version)
+        with parcel.transfer.in_use():
+            async with RefitClient.open(worker.grpc_address, self._secret) as client:
+                seen = await client.stage(
+                    parcel.manifest, parcel.transfer.path, parcel.transfer.size, deadline_s=self._timeout_s
+                )
+                if seen != parcel.version.manifest_digest:
+                    await client.abort(seen, "the digests of the manifest differ")
+                    raise OmnifleetError(
+                        Reason.REFIT_REJECTED,
+                        f"{worker.id} reads manifest {seen[:12]}, the sender made {parcel.version}",
+                    )
+                async with turn or _no_turn():
+                    commit = await client.commit(seen, self._in_flight, deadline_s=self._timeout_s)
+        self._at[worker.id] = (commit.version, time.monotonic())
+        return commit
+
+    def _issue(self, version: WeightVersion) -> None:
+        self._issued[version] = None
+        while len(self._issued) > _EDITIONS:
+            del self._issued[next(iter(self._issued))]
+
+    async def keep_up(self) -> None:
+        """Watch the fleet and bring each worker that is not at the current version there. Runs until cancelled."""
+        pause = _FIRST_PAUSE_S
+        try:
+            while True:
+                try:
+                    async with aclosing(self._views()) as views:
+                        async for view in views:
+                            pause = _FIRST_PAUSE_S
+                            await self._look(view)
+                except OmnifleetError as error:
+                    log.warning("the fleet cannot be watched: %s; again in %.1f s", error, pause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+        finally:
+            await self._cancel_catch_ups()
+
+    async def _views(self) -> AsyncGenerator[FleetView]:
+        """Snapshots of the fleet: each that the registry sends, and the newest again after each publish."""
+        view: FleetView | None = None
+        async with aclosing(self._fleet.watch(self._pool)) as watch:
+            coming = asyncio.ensure_future(anext(watch))
+            wake = asyncio.ensure_future(self._wake.wait())
+            try:
+                while True:
+                    done, _ = await asyncio.wait(
+                        (coming, wake), timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if not done:
+                        return
+                    if wake in done:
+                        self._wake.clear()
+                        wake = asyncio.ensure_future(self._wake.wait())
+                    if coming in done:
+                        try:
+                            view = coming.result()
+                        except StopAsyncIteration:
+                            return
+                        coming = asyncio.ensure_future(anext(watch))
+                    if view is not None:
+                        yield view
+            finally:
+                coming.cancel()
+                wake.cancel()
+                await asyncio.gather(coming, wake, return_exceptions=True)
+
+    async def _look(self, view: FleetView) -> None:
+        release = self._release
+        if release is None:
+            return
+        target = view.target_version
+        if (
+            target is None
+            or not target.same_lineage(release.version)
+            or target.number < release.version.number
+        ):
+            await self._fleet.announce_version(release.version, pool=self._pool, max_lag=self._max_lag)
+        for worker in _reachable(view):
+            if worker.id not in self._behind and self._is_behind(worker, release):
+                task = asyncio.create_task(self._catch_up(worker), name=f"catch-up {worker.id}")
+                self._behind[worker.id] = task
+                task.add_done_callback(lambda _, id=worker.id: self._behind.pop(id, None))
+        living = {worker.id for worker in view.workers}
+        for gone in [id for id in self._at if id not in living]:
+            del self._at[gone]
+            self._locks.pop(gone, None)
+
+    def _is_behind(self, worker: WorkerView, release: Release) -> bool:
+        serves = self._serves(worker)
+        return serves is None or serves.number < release.version.number
+
+    async def _catch_up(self, worker: WorkerView) -> None:
+        """Send the current version until the worker has it; the next snapshot tells if the worker is gone."""
+        pause = _FIRST_PAUSE_S
+        for _ in range(_ATTEMPTS):
+            release = self._release
+            if release is None:
+                return
+            try:
+                async with self._slots, self._lock(worker.id):
+                    commit = await self._bring(worker, release)
+                    log.info("%s caught up with %s", worker.id, commit.version)
+                    return
+            except (OmnifleetError, OSError) as error:
+                log.warning("%s cannot catch up with %s: %s", worker.id, release.version, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def _bring(self, worker: WorkerView, release: Release) -> Commit:
+        """Ask the worker what it serves: a reply that was lost may have left it whole. Then send what it lacks."""
+        async with RefitClient.open(worker.grpc_address, self._secret) as client:
+            serves = (await client.describe()).version
+        if serves in self._issued and not self._fenced(worker):
+            if serves.number == release.version.number:
+                self._at[worker.id] = (serves, time.monotonic())
+                return Commit(serves, 0.0, 0, 0)
+            return await self._send(worker, release.on_top_of(serves))
+        try:
+            async with self._composing:
+                await asyncio.to_thread(release.compose, self._shm_dir, self._bucket_bytes)
+            return await self._send(worker, release.complete())
+        finally:
+            if len(self._behind) <= 1 or release is not self._release:
+                release.drop_complete()
+
+    def _serves(self, worker: WorkerView) -> WeightVersion | None:
+        """The version of ours that a worker holds whole, if any: what it committed to us, else what it reports."""
+        if self._fenced(worker):
+            return None
+        known = self._at[worker.id][0] if worker.id in self._at else worker.version
+        return known if known in self._issued else None
+
+    def _fenced(self, worker: WorkerView) -> bool:
+        """True if the worker says that it is not whole, and did not say it before its last commit."""
+        committed = self._at[worker.id][1] if worker.id in self._at else float("-inf")
+        return worker.state is WorkerState.STALE and time.monotonic() - committed > _HEARTBEAT_S
+
+    def _lock(self, worker: str) -> asyncio.Lock:
+        return self._locks.setdefault(worker, asyncio.Lock())
+
+    async def close(self) -> None:
+        """Stop catch-ups and remove all transfer files. Idempotent."""
+        await self._cancel_catch_ups()
+        if self._release is not None:
+            self._release.retire()
+        if self._base is not None:
+            self._base.retire()
+        self._release, self._base = None, None
+
+    async def _cancel_catch_ups(self) -> None:
+        tasks = list(self._behind.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _reachable(view: FleetView) -> list[WorkerView]:
+    return [worker for worker in view.workers if worker.state not in _DEAF]
+
+
+@asynccontextmanager
+async def _no_turn() -> AsyncIterator[None]:
+    yield
+
+
+def _discard(future: asyncio.Future[Release]) -> None:
+    """A publish that was cancelled while it packed: its files go. A base is not kept, so the next publish makes one."""
+    if not future.cancelled() and future.exception() is None:
+        release = future.result()
+        (release.delta or release.base).retire()
