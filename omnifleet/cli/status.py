@@ -33,7 +33,6 @@ _STUBS: dict[str, Any] = {
     "gateway": rollout_pb2_grpc.RolloutStub,
     "trainer": trainer_pb2_grpc.TrainerStub,
 }
-_SHOWN_COUNTERS = 6
 
 
 def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
@@ -51,6 +50,8 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
     if supervisor.get("failure"):
         console.print(f"[red]{supervisor['failure']}[/red]")
     console.print(_services_table(services, supervisor))
+    for service in services:
+        console.print(_details(service), highlight=False)
     if view:
         console.print(workers_table(view))
 
@@ -105,13 +106,9 @@ async def _ask(record: ServiceRecord, token: str) -> dict[str, Any]:
 def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) -> Table:
     restarts = {p["name"]: p["restarts"] for p in supervisor.get("processes", ())}
     table = Table(title="services", title_justify="left")
-    for column in ("service", "state", "up", "restarts", "gRPC", "HTTP", "facts"):
-        table.add_column(column, overflow="fold")
+    for column in ("service", "state", "up", "restarts", "gRPC", "HTTP"):
+        table.add_column(column, no_wrap=column != "state")
     for service in services:
-        facts = [f"{key} {value}" for key, value in service.get("facts", {}).items()]
-        counters = [
-            f"{key} {value:g}" for key, value in list(service.get("counters", {}).items())[:_SHOWN_COUNTERS]
-        ]
         table.add_row(
             service["name"],
             service["state"],
@@ -119,9 +116,15 @@ def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) 
             str(restarts.get(service["name"], 0)),
             service.get("grpc", ""),
             service.get("http", ""),
-            ", ".join(facts + counters),
         )
     return table
+
+
+def _details(service: dict[str, Any]) -> str:
+    """Facts and counters in one line; workers have a table of their own."""
+    facts = [f"{key} {value}" for key, value in service.get("facts", {}).items() if not key.startswith("worker ")]
+    counters = [f"{key} {value:g}" for key, value in service.get("counters", {}).items() if value]
+    return f"[bold]{service['name']}[/bold]  " + ", ".join(facts + counters)
 
 
 def _worker_json(worker: Any) -> dict[str, Any]:

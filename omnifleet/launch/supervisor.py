@@ -128,6 +128,7 @@ class Supervisor:
         log.warning("%s ended with status %s, starting it again", watched.spec.name, code)
 
     def _restart(self, watched: Watched) -> None:
+        _drop_record(self._run_dir, watched.spec.name)
         fresh = self._start(_keep_addresses(self._run_dir, watched.spec))
         watched.handle, watched.started, watched.state = fresh.handle, fresh.started, "running"
         watched.restarts += 1

@@ -1,0 +1,167 @@
+"""The demo's report: claims with the numbers that show them, taken from the ledger, the services' counters and the control."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from omnifleet.auth import Scope
+from omnifleet.cli.control import control_dir
+from omnifleet.cli.status import ask_service
+from omnifleet.cli.where import secret, service
+from omnifleet.client.fleet import FleetClient
+from omnifleet.client.media import MediaClient
+from omnifleet.config.recipe import Recipe
+from omnifleet.errors import OmnifleetError
+from omnifleet.report.curves import draw_curves
+from omnifleet.report.page import Check, sample_digests, write_page
+from omnifleet.report.pictures import to_png
+from omnifleet.report.records import RunRecords, read_mapping, read_run
+from omnifleet.types import Digest, MediaKind, MediaRef
+
+MIN_END, MIN_RISE, MAX_BLIND, MAX_CONTROL, MAX_TMPE, MIN_REFITS = 0.75, 0.2, 0.5, 0.05, 1.02, 20
+
+
+async def write_report(run_dir: Path, recipe: Recipe, seconds: float) -> str:
+    """Write curves.png and report.html into the run's folder; returns what to print at the end."""
+    run = read_run(run_dir)
+    counters = await read_counters(run_dir)
+    checks = demo_checks(run, recipe, read_mapping(control_dir(run_dir) / "summary.json"), counters)
+    curves = draw_curves(run, run_dir / "curves.png")
+    page = write_page(
+        run,
+        run_dir / "report.html",
+        curves=curves,
+        subtitle=_subtitle(run, recipe, seconds),
+        checks=checks,
+        pictures=await _pictures(run_dir, run),
+        counters=counters,
+    )
+    (run_dir / "checks.json").write_text(json.dumps([asdict(check) for check in checks], indent=1))
+    return "\n".join([*(_line(check) for check in checks), f"report: {page}", f"curves: {curves}"])
+
+
+def demo_checks(
+    run: RunRecords, recipe: Recipe, control: dict[str, Any], counters: dict[str, float]
+) -> list[Check]:
+    """What a reader should be able to trust, and why. `control`: summary of the learning-rate-0 run, {} if there is none."""
+    s = run.summary
+    start, end = float(s["heldout_start"]), float(s["heldout_end"])
+    blind = {name: float(score) for name, score in s.get("controls", {}).items()}
+    checks = [
+        Check(
+            f"held-out reward rises by at least {MIN_RISE} to at least {MIN_END}",
+            end - start >= MIN_RISE and end >= MIN_END,
+            f"{start:.3f} → {end:.3f} on {recipe.evaluation.size} unseen scenes, greedy",
+        ),
+        Check(
+            f"the model looks: without or with wrong pictures at most {MAX_BLIND}",
+            bool(blind) and max(blind.values()) <= MAX_BLIND,
+            ", ".join(f"{name} pictures {score:.3f}" for name, score in blind.items()),
+        ),
+    ]
+    if control:
+        rise = float(control["heldout_end"]) - float(control["heldout_start"])
+        checks.append(
+            Check(
+                f"the rise comes from training: with learning rate 0 it is below {MAX_CONTROL}",
+                abs(rise) < MAX_CONTROL,
+                f"{control['heldout_start']:.3f} → {control['heldout_end']:.3f} after {control['steps']} steps",
+            )
+        )
+    return [*checks, *_numeric_checks(run, recipe), *media_checks(counters)]
+
+
+def _numeric_checks(run: RunRecords, recipe: Recipe) -> list[Check]:
+    s, ledger = run.summary, run.summary["ledger"]
+    expected = int(s["steps"]) * recipe.trainer.prompts_per_step * recipe.trainer.generations_per_prompt
+    return [
+        Check(
+            f"rollout and trainer agree on logprobs: TMPE below {MAX_TMPE} in every step",
+            s["tmpe_max"] is not None and float(s["tmpe_max"]) < MAX_TMPE,
+            f"highest {s['tmpe_max']:.5f}",
+        ),
+        Check(
+            f"weights went back while work went on: at least {MIN_REFITS} refits, some with requests in flight",
+            int(s["refits"]) >= MIN_REFITS and int(s["refits_with_requests_in_flight"]) > 0,
+            f"{s['refits']} refits, {s['refits_with_requests_in_flight']} with requests in flight",
+        ),
+        Check(
+            "every trained sample came through the ledger exactly once",
+            int(ledger["consumed"]) == expected and int(ledger["consumed_twice"]) == 0,
+            f"{ledger['consumed']} consumed = {s['steps']} steps x {expected // max(1, int(s['steps']))} samples, "
+            f"{ledger['consumed_twice']} twice",
+        ),
+    ]
+
+
+def media_checks(counters: dict[str, float]) -> list[Check]:
+    """A picture is decoded and preprocessed once a fleet, moves once a host, and is encoded once a worker."""
+    objects = counters.get("media objects", 0)
+    encoded = {k: v for k, v in counters.items() if k.endswith(" encoder_items")}
+    distinct = {k: v for k, v in counters.items() if k.endswith(" encoder_distinct")}
+    return [
+        Check(
+            "a picture is decoded and preprocessed once per fleet",
+            0 < objects == counters.get("media decodes") == counters.get("media segments_computed"),
+            f"{objects:.0f} pictures, {counters.get('media decodes', 0):.0f} decodes, "
+            f"{counters.get('media segments_computed', 0):.0f} preprocessings for "
+            f"{counters.get('media puts', 0):.0f} uploads and {counters.get('media segments_served', 0):.0f} uses",
+        ),
+        Check(
+            "its bytes move once per host: services map shared memory",
+            counters.get("media bytes_streamed", 1) == 0 and counters.get("media shm_maps", 0) > 0,
+            f"{counters.get('media bytes_received', 0):,.0f} bytes uploaded, "
+            f"{counters.get('media bytes_streamed', 0):,.0f} copied out, {counters.get('media shm_maps', 0):.0f} maps",
+        ),
+        Check(
+            "it is encoded once per worker and encoder epoch",
+            bool(encoded) and sum(encoded.values()) == sum(distinct.values()),
+            f"{sum(encoded.values()):.0f} encoder runs for {sum(distinct.values()):.0f} (picture, epoch) pairs on "
+            f"{len(encoded)} workers",
+        ),
+    ]
+
+
+async def read_counters(run_dir: Path) -> dict[str, float]:
+    """Counters of media, gateway, reward and every worker, as "<who> <name>"."""
+    merged: dict[str, float] = {}
+    for name in ("media", "gateway", "reward"):
+        status = await ask_service(run_dir, name)
+        merged |= {f"{name} {key}": float(value) for key, value in status.get("counters", {}).items()}
+    async with FleetClient.open(service(run_dir, "gateway").grpc, secret(run_dir, Scope.OPERATOR)) as fleet:
+        for worker in (await fleet.list(include_gone=True)).workers:
+            merged |= {f"{worker.id} {key}": float(value) for key, value in worker.counters.items()}
+    return merged
+
+
+async def _pictures(run_dir: Path, run: RunRecords) -> dict[str, bytes]:
+    pictures: dict[str, bytes] = {}
+    async with MediaClient.open(service(run_dir, "media").grpc, secret(run_dir, Scope.OPERATOR)) as media:
+        for digest in sample_digests(run.samples):
+            try:
+                pictures[digest] = to_png(await media.frame(MediaRef(MediaKind.IMAGE, Digest(digest))))
+            except OmnifleetError:
+                continue  # evicted since: the row is shown without its picture
+    return pictures
+
+
+def _subtitle(run: RunRecords, recipe: Recipe, seconds: float) -> str:
+    warm = read_mapping(Path(recipe.model.path) / "warmstart.json")
+    seeds = read_mapping(Path(str(files("omnifleet.report") / "demo_seeds.json")))
+    parts = [
+        f"asynchronous GRPO on this machine's CPU: {run.summary['steps']} steps, seed {recipe.run.seed}, {seconds:.0f} s in all",
+        f"warm start {warm.get('seconds', 0):.0f} s to held-out {warm.get('score', 0):.2f}",
+    ]
+    if seeds:
+        parts.append(f"median of {len(seeds['seeds'])} seeds, measured {seeds['date']}: {seeds['start']:.2f} → {seeds['end']:.2f}")
+    return "; ".join(parts)
+
+
+def _line(check: Check) -> str:
+    mark = "[green]holds[/green]" if check.ok else "[red]FAILS[/red]"
+    return f"  {mark}  {check.claim}: {check.evidence}"
+
