@@ -15,6 +15,7 @@ from omnifleet.auth import Scope, Tokens
 from omnifleet.client.media import MediaClient
 from omnifleet.config.recipe import AuthConfig, SamplingConfig
 from omnifleet.config.services import GatewayConfig, RolloutConfig
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import http_serving
 from omnifleet.service import load_section, load_tokens, peer, run_to_exit, until_stopped, write_record
 from omnifleet.telemetry.logs import set_up_logs
@@ -69,6 +70,7 @@ async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overr
             log.info("gateway serves gRPC on %s and HTTP on %s", grpc, http)
             await _until_stopped_or_broken(gateway)
             fleet.close()
+            gateway.dispatcher.stop()
     finally:
         await pictures.close()
         store.close()
@@ -135,17 +137,27 @@ class Pictures:
         self._secret = tokens.secret(Scope.SERVICE)
         self._opening = asyncio.Lock()
         self._client: MediaClient | None = None
-        self._stack = AsyncExitStack()
+        self._open = AsyncExitStack()
 
     async def put(self, data: bytes, run: str) -> MediaRef:
         """Reference of a picture's bytes. Raises INVALID_MEDIA, UNAVAILABLE."""
+        client = await self._connected()
+        try:
+            return await client.put_image(data, run)
+        except OmnifleetError as error:
+            if error.reason is Reason.UNAVAILABLE:
+                await self.close()  # it may have come up elsewhere: the next picture looks again
+            raise
+
+    async def _connected(self) -> MediaClient:
         async with self._opening:
             if self._client is None:
                 address = await peer(self._run_dir, "media", given=self._address, deadline_s=_MEDIA_S)
                 opened = MediaClient.open(address, self._secret, name="gateway", same_host=False)
-                self._client = await self._stack.enter_async_context(opened)
-        return await self._client.put_image(data, run)
+                self._client = await self._open.enter_async_context(opened)
+            return self._client
 
     async def close(self) -> None:
         """Disconnect."""
-        await self._stack.aclose()
+        self._client = None
+        await self._open.aclose()

@@ -138,10 +138,14 @@ class Dispatcher:
         """End requests now: their samples finish with reason `abort` and what they have. Returns how many."""
         flights = [self._flights[id] for id in request_ids if id in self._flights]
         for flight in flights:
-            flight.aborted = True
-            for task in flight.tasks:
-                task.cancel()
+            flight.abort()
         return len(flights)
+
+    def stop(self) -> None:
+        """The gateway is stopping: every sample in flight fails, retryable."""
+        error = retryable(Reason.UNAVAILABLE, "the gateway is stopping", retry_after_ms=1000)
+        for flight in self._flights.values():
+            flight.break_off(error)
 
     # ------------------------------------------------------------------ one sample
 
@@ -156,9 +160,12 @@ class Dispatcher:
         except OmnifleetError as error:
             self._fail(flight, progress, error)
         except asyncio.CancelledError:
-            if not flight.aborted:
+            if flight.aborted:
+                self._end(flight, progress, progress.finished(FinishReason.ABORT))
+            elif flight.broken is not None:
+                self._fail(flight, progress, flight.broken)
+            else:
                 raise
-            self._end(flight, progress, progress.finished(FinishReason.ABORT))
 
     async def _carry(self, flight: Flight, progress: Progress, worker: str) -> None:
         """From worker to worker until the sample is complete. `worker` is taken; it is given back here."""

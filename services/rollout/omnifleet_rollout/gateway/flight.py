@@ -16,7 +16,10 @@ _CHUNKS = 256  # events that may wait for a slow reader, a request
 
 @dataclass(slots=True)
 class Flight:
-    """deadline: seconds of the event loop's clock. home: worker of the first sample, preferred by the others."""
+    """deadline: seconds of the event loop's clock. home: worker of the first sample, preferred by the others.
+
+    aborted, broken: why its tasks were cancelled from outside.
+    """
 
     request: rollout_pb2.GenerateRequest
     deadline: float
@@ -24,6 +27,7 @@ class Flight:
     bound: VersionBound
     home: str = ""
     aborted: bool = False
+    broken: OmnifleetError | None = None
     echo: rollout_pb2.PromptEcho | None = None
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _events: asyncio.Queue[rollout_pb2.GenerateEvent] = field(default_factory=asyncio.Queue)
@@ -67,6 +71,18 @@ class Flight:
                 f"prompt {first.prompt_hash[:12]} {first.logprobs_mode} / {now.prompt_hash[:12]} {now.logprobs_mode}",
                 knob="one checkpoint and logprobs_mode a pool",
             )
+
+    def abort(self) -> None:
+        """End now: each sample finishes with reason `abort` and what it has."""
+        self.aborted = True
+        for task in self.tasks:
+            task.cancel()
+
+    def break_off(self, error: OmnifleetError) -> None:
+        """End now: each sample fails with `error`."""
+        self.broken = error
+        for task in self.tasks:
+            task.cancel()
 
     async def close(self) -> None:
         """Cancel what still runs; the workers see it."""

@@ -19,7 +19,7 @@ from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.http import error_response
 from omnifleet.types import FinishReason, Sampling, VersionSpan
 from omnifleet.wire import rollout_pb2
-from omnifleet.wire.codec import bound_to_wire, identity_to_wire, media_to_wire, sampling_to_wire
+from omnifleet.wire.codec import bound_to_wire, identity_to_wire, sampling_to_wire
 from omnifleet_rollout.gateway.chat_request import ChatRequest, bound_of, identity_of, parse
 from omnifleet_rollout.gateway.gateway import Gateway
 from omnifleet_rollout.gateway.renderer import Renderer

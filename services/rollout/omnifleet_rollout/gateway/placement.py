@@ -58,7 +58,7 @@ class Placement:
         """
         self.waiting += samples
         try:
-            while not flight.aborted:
+            while not flight.aborted and flight.broken is None:
                 moved = self._fleet.moved
                 serving = self.serving(flight.ask.run, self.router.home(flight.ask))
                 fit = [w for w in serving if _admits(flight, w) and avoid.get(w.id, 0.0) <= _now()]
@@ -69,7 +69,7 @@ class Placement:
                 if left <= 0:
                     raise self._nobody(flight, serving)
                 await wait_for(moved, min(left, _LOOK_S))
-            raise OmnifleetError(Reason.CONFLICT, "the request was aborted before it had a worker")
+            raise flight.broken or OmnifleetError(Reason.CONFLICT, "aborted before it had a worker")
         finally:
             self.waiting -= samples
 
