@@ -105,9 +105,10 @@ class Dispatcher:
             async for event in self._events(flight, n):
                 yield event
         finally:
-            await flight.close()
+            # The accounts first: where a cancelled scope cancels every wait again, `close` does not get to its end.
             del self._flights[request.request_id]
             self._router.dismiss(run, n)
+            await flight.close()
 
     def _admit(self, run: str, n: int) -> None:
         try:
