@@ -31,7 +31,7 @@ class Member:
 
     joined, heard, drain_by: seconds of the registry's clock. admitted: it reached the pool's weights and has not
     fallen behind since. served: it was admitted once. silent: heartbeats are missing. intent: DRAINING or CORDONED.
-    end: DEAD or RETIRED, for good.
+    end: DEAD or RETIRED, for good. left: it went by itself, after its samples.
     """
 
     view: WorkerView
@@ -46,6 +46,7 @@ class Member:
     reason: str = ""
     drain_by: float | None = None
     end: WorkerState | None = None
+    left: bool = False
 
     @property
     def id(self) -> str:

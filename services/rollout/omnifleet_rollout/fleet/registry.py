@@ -79,6 +79,7 @@ class Registry:
         """The worker goes on purpose; an unknown lease is harmless."""
         for member in self._members.values():
             if member.lease_id == lease_id and member.end is None:
+                member.left = True
                 self._end(member, WorkerState.RETIRED, reason or member.reason or "left")
 
     def lost(self, worker: str, note: str) -> None:
@@ -256,6 +257,11 @@ class Registry:
         """One worker, gone or not."""
         member = self._members.get(id)
         return member.view if member else None
+
+    def given_up(self, id: str) -> bool:
+        """True if nothing more is to be expected of the worker: unknown, DEAD, or RETIRED before it had left."""
+        member = self._members.get(id)
+        return member is None or (member.end is not None and not member.left)
 
     def silence(self, id: str) -> float:
         """Seconds since the last report of a worker."""

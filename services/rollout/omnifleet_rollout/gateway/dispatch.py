@@ -27,7 +27,8 @@ from omnifleet_rollout.gateway.routing import Router
 log = logging.getLogger("omnifleet.gateway")
 
 _LOST = (Reason.WORKER_LOST, Reason.UNAVAILABLE)
-_ELSEWHERE = (*_LOST, Reason.DRAINING, Reason.FENCED, Reason.OVERLOADED)
+_PATIENCE = (Reason.VERSION_TOO_OLD, Reason.OVERLOADED)
+_ELSEWHERE = (*_LOST, *_PATIENCE, Reason.DRAINING, Reason.FENCED)
 _AVOID_S = 1.0
 _VERSION_LOOK_S = 0.25
 _RUNS = 256
@@ -198,9 +199,9 @@ class Dispatcher:
         self, flight: Flight, progress: Progress, error: OmnifleetError, failures: Counter[Reason]
     ) -> None:
         """Return if the sample may go on elsewhere, else raise the error."""
-        if error.reason is Reason.VERSION_TOO_OLD:
-            return  # the wait for a worker that fits ends at the deadline
-        broken = sum(count for reason, count in failures.items() if reason is not Reason.VERSION_TOO_OLD)
+        if error.reason in _PATIENCE:
+            return  # not a failure; the wait for a worker ends at the deadline
+        broken = sum(count for reason, count in failures.items() if reason not in _PATIENCE)
         once = error.reason is Reason.ENGINE_ERROR and failures[Reason.ENGINE_ERROR] == 1
         if broken >= self._attempts or not (error.reason in _ELSEWHERE or once):
             raise error
@@ -280,11 +281,11 @@ class Dispatcher:
     # ------------------------------------------------------------------ one worker
 
     async def follow(self) -> None:
-        """For ever: end the calls of workers that are gone, close their channels."""
+        """For ever: end the calls of workers that are given up, close the channels of those that are gone."""
         while True:
             moved = self._fleet.moved
             living = {w.id for w in self._fleet.registry.workers()}
-            for id in self._calls.keys() - living:
+            for id in filter(self._fleet.registry.given_up, self._calls):
                 view = self._fleet.registry.worker(id)
                 for open_call in self._calls[id]:
                     open_call.lost = f"{view.state}: {view.note}" if view else "gone"
