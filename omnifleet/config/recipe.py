@@ -49,7 +49,7 @@ class DataConfig(StrictModel):
     """Prompts to train on and to hold out."""
 
     train: SplitConfig = SplitConfig()
-    heldout: SplitConfig = SplitConfig(split="heldout")
+    heldout: SplitConfig = SplitConfig(split="val")
     max_prompt_tokens: int = Field(4096, gt=0)
     """Longest expanded prompt; a longer one is dropped whole and counted, media is never cut."""
     max_epochs: int = Field(1_000, ge=1)

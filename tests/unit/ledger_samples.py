@@ -20,7 +20,9 @@ from omnifleet_trainer.ledger import PromptLease
 PROMPT = [1, 2, 2, 3]
 
 
-def group_of(lease: PromptLease, *, versions: tuple[int, ...] = (0,), samples: int = 2, reward: float = 1.0) -> Group:
+def group_of(
+    lease: PromptLease, *, versions: tuple[int, ...] = (0,), samples: int = 2, reward: float = 1.0
+) -> Group:
     """A scored group whose samples have one token for each of `versions`."""
     trajectories = [
         Trajectory(

@@ -142,7 +142,9 @@ class FakeReward:
     def __init__(self) -> None:
         self.behave: Callable[[list[ItemScore]], list[ItemScore]] | None = None
 
-    async def score(self, items: Sequence[ScoreItem], scorers: Sequence[Any], deadline_s: float) -> list[ItemScore]:
+    async def score(
+        self, items: Sequence[ScoreItem], scorers: Sequence[Any], deadline_s: float
+    ) -> list[ItemScore]:
         scores = [
             ItemScore(item.id, int(item.id.rpartition("/")[2]) / 10, None, {"exact@1": 0.5}, None, "exact@1")
             for item in items
@@ -204,7 +206,9 @@ class World:
     def trained_prompts(self) -> list[list[str]]:
         """Prompt ids of each trained step, a prompt once."""
         names = {row.id: row.prompt_id for row in self._groups()}
-        return [list(dict.fromkeys(names[s.group_id] for s in batch.samples)) for batch in self.policy.trained]
+        return [
+            list(dict.fromkeys(names[s.group_id] for s in batch.samples)) for batch in self.policy.trained
+        ]
 
     def _groups(self) -> list[Any]:
         ids = {s.group_id for batch in self.policy.trained for s in batch.samples}
@@ -224,7 +228,11 @@ def world(
 ) -> Iterator[World]:
     """Open a run in `folder`, at a checkpoint of step `resume_at`. `trainer`: settings of TrainerConfig."""
     settings: dict[str, Any] = {
-        "steps": 3, "prompts_per_step": 2, "generations_per_prompt": 2, "rollout_timeout_s": 5.0, "step_timeout_s": 20.0,
+        "steps": 3,
+        "prompts_per_step": 2,
+        "generations_per_prompt": 2,
+        "rollout_timeout_s": 5.0,
+        "step_timeout_s": 20.0,
     }
     config = TrainerConfig(**(settings | trainer))
     data = data if data is not None else rows(12)
@@ -238,15 +246,29 @@ def world(
     room = config.buffer_groups or (config.max_staleness + 1) * batch
     check_buffer(room, batch)
     admission = Admission(
-        bound=config.max_staleness, batch=batch, buffer=room, version=resume_at,
-        trained=resume_at * batch, ready=len(ledger.ready()),
+        bound=config.max_staleness,
+        batch=batch,
+        buffer=room,
+        version=resume_at,
+        trained=resume_at * batch,
+        ready=len(ledger.ready()),
     )
     buffer = ReadyBuffer(
-        ledger, admission, SAMPLERS[config.sampler], needed=batch, max_staleness=config.max_staleness, counters=counters
+        ledger,
+        admission,
+        SAMPLERS[config.sampler],
+        needed=batch,
+        max_staleness=config.max_staleness,
+        counters=counters,
     )
     prompts = Prompts(data, ledger, seed=seed, max_epochs=max_epochs)
     renderer = Renderer(
-        FakeTemplate(), pictures, ImageProcessorSpec("Fake", {}), placeholder=IMAGE, run="run", max_prompt_tokens=100
+        FakeTemplate(),
+        pictures,
+        ImageProcessorSpec("Fake", {}),
+        placeholder=IMAGE,
+        run="run",
+        max_prompt_tokens=100,
     )
     prompter = Prompter(
         renderer, rollout, reward, scorers=(), mode=LogprobsMode.PROCESSED, timeout_s=config.rollout_timeout_s
@@ -267,20 +289,52 @@ def world(
         return rollout.version
 
     rollouts = Rollouts(
-        prompts, prompter, buffer, admission, counters, serving=serving, sampling=sampling,
-        max_staleness=config.max_staleness, attempts_per_prompt=config.attempts_per_prompt,
-        timeout_s=config.rollout_timeout_s, seed=seed,
+        prompts,
+        prompter,
+        buffer,
+        admission,
+        counters,
+        serving=serving,
+        sampling=sampling,
+        max_staleness=config.max_staleness,
+        attempts_per_prompt=config.attempts_per_prompt,
+        timeout_s=config.rollout_timeout_s,
+        seed=seed,
     )
     heldout = HeldOut(data[: evaluation.size], prompter, serving=serving, sampling=sampling, at_once=4)
     batches = Batches(prompts, renderer, AdvantageRule(ObjectiveConfig()))
     parts = Parts(
-        ledger, admission, buffer, prompts, rollouts, batches, weights, FakeRefits(rollout), heldout, journal, counters, lambda version: None, checkpoint, media_counters,
+        ledger,
+        admission,
+        buffer,
+        prompts,
+        rollouts,
+        batches,
+        weights,
+        FakeRefits(rollout),
+        heldout,
+        journal,
+        counters,
+        lambda version: None,
+        checkpoint,
+        media_counters,
     )
     controller = Controller(parts, config, evaluation)
     try:
         yield World(
-            controller, ledger, admission, buffer, rollout, reward, pictures, policy, journal, counters, prompts,
-            batches, checkpoints,
+            controller,
+            ledger,
+            admission,
+            buffer,
+            rollout,
+            reward,
+            pictures,
+            policy,
+            journal,
+            counters,
+            prompts,
+            batches,
+            checkpoints,
         )
     finally:
         weights.close()

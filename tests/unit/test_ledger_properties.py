@@ -52,7 +52,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.record_group(lease, group_of(lease, versions=(max(self.step - lag, 0), self.step)))
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), outcome=st.sampled_from([Outcome.INFRA_ERROR, Outcome.PROMPT_ERROR, Outcome.UNSCORABLE]))
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from([Outcome.INFRA_ERROR, Outcome.PROMPT_ERROR, Outcome.UNSCORABLE]),
+    )
     def fail(self, data: st.DataObject, outcome: Outcome) -> None:
         lease = data.draw(st.sampled_from(self.leases))
         self.leases.remove(lease)

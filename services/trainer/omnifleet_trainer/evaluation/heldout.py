@@ -85,7 +85,11 @@ class HeldOut:
         )
         log.info(
             "held-out reward %.3f at step %d (%d rows, %s pictures, %.1f s)",
-            evaluation.score, step, evaluation.scored, pictures, evaluation.seconds,
+            evaluation.score,
+            step,
+            evaluation.scored,
+            pictures,
+            evaluation.seconds,
         )
         return evaluation
 
@@ -95,7 +99,9 @@ class HeldOut:
         async with gate:
             for turn in range(_TRIES):
                 attempt = f"heldout-{step}-{row.prompt_id}-{turn}"
-                identity = Identity(version.run, environment="heldout", prompt_id=row.prompt_id, attempt=attempt)
+                identity = Identity(
+                    version.run, environment="heldout", prompt_id=row.prompt_id, attempt=attempt
+                )
                 try:
                     (reply,) = await self._prompter.ask(
                         row,

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from PIL import Image
-
-if TYPE_CHECKING:
-    from omnifleet_trainer.data import PromptRow
+from omnifleet_trainer.data import PromptRow, blank_pictures, shuffle_pictures
 
 Pictures = Literal["real", "blank", "shuffled"]
-_GREY = (128, 128, 128)
 
 
 def altered(rows: Sequence[PromptRow], pictures: Pictures) -> list[PromptRow]:
-    """Rows with their own pictures, grey ones of the same size, or another row's (never an equal picture if any other
-    picture with as many images exists)."""
+    """Rows with their own pictures, grey ones of the same size, or each with another row's."""
     match pictures:
         case "real":
             return list(rows)
         case "blank":
-            return [replace(row, images=tuple(_blank(data) for data in row.images)) for row in rows]
+            return blank_pictures(rows)
         case "shuffled":
-            return [replace(row, images=_others(rows, index)) for index, row in enumerate(rows)]
-
-
-def _others(rows: Sequence[PromptRow], index: int) -> tuple[bytes, ...]:
-    own = rows[index].images
-    for distance in range(1, len(rows)):
-        # from half the set away: rows that follow one another often share a scene
-        other = rows[(index + len(rows) // 2 + distance) % len(rows)].images
-        if len(other) == len(own) and other != own:
-            return other
-    return own
-
-
-def _blank(data: bytes) -> bytes:
-    with Image.open(io.BytesIO(data)) as picture:
-        size = picture.size
-    out = io.BytesIO()
-    Image.new("RGB", size, _GREY).save(out, "PNG")
-    return out.getvalue()
+            return shuffle_pictures(rows)

@@ -87,7 +87,15 @@ def unpack_trajectory(trajectory_id: str, shared: dict[str, Any], own: dict[str,
 
 def _pack_span(span: VersionSpan) -> list[Any]:
     version = span.version
-    return [version.run, version.lineage, version.number, version.manifest_digest, span.start, span.end, span.worker]
+    return [
+        version.run,
+        version.lineage,
+        version.number,
+        version.manifest_digest,
+        span.start,
+        span.end,
+        span.worker,
+    ]
 
 
 def unpack_span(body: list[Any]) -> VersionSpan:

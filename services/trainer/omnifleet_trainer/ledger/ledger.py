@@ -57,13 +57,16 @@ class SqliteLedger:
         """Start `new_lineage` from the weights after `step` steps (0 for a new run)."""
         with self._transaction(durable=True) as db:
             db.execute(
-                "INSERT INTO lineages VALUES (?, ?, ?, ?)", (new_lineage, self._lineage or None, step, _now_ms())
+                "INSERT INTO lineages VALUES (?, ?, ?, ?)",
+                (new_lineage, self._lineage or None, step, _now_ms()),
             )
             reclaimed = self._reclaim(db, "1")
             ready_again = self._void_after(db, step, new_lineage)
             lost_weights = [
                 row[0]
-                for row in db.execute("SELECT id FROM groups WHERE state = 'ready' AND newest_version > ?", (step,))
+                for row in db.execute(
+                    "SELECT id FROM groups WHERE state = 'ready' AND newest_version > ?", (step,)
+                )
             ]
             _expire(db, lost_weights)
             kept = db.execute("SELECT count(*) FROM groups WHERE state = 'ready'").fetchone()[0]
@@ -131,7 +134,9 @@ class SqliteLedger:
     def record_group(self, lease: PromptLease, group: Group) -> None:
         """Store all trajectories of an attempt; its prompt is done."""
         if group.id != lease.attempt or not group.trajectories:
-            raise invalid(f"group {group.id!r} of {len(group.trajectories)} samples is not attempt {lease.attempt}'s")
+            raise invalid(
+                f"group {group.id!r} of {len(group.trajectories)} samples is not attempt {lease.attempt}'s"
+            )
         first = group.trajectories[0]
         newest = max(span.version.number for t in group.trajectories for span in t.spans)
         with self._transaction() as db:
@@ -180,7 +185,9 @@ class SqliteLedger:
             "DELETE FROM leases WHERE occurrence = ? AND attempt = ?", (lease.occurrence, lease.attempt)
         )
         if gone.rowcount != 1:
-            raise OmnifleetError(Reason.CONFLICT, f"attempt {lease.attempt} no longer holds prompt {lease.prompt_id!r}")
+            raise OmnifleetError(
+                Reason.CONFLICT, f"attempt {lease.attempt} no longer holds prompt {lease.prompt_id!r}"
+            )
 
     def ready(self) -> list[ReadyGroup]:
         """Groups that wait, in the order in which they became ready."""
@@ -199,7 +206,9 @@ class SqliteLedger:
         rows = self._db.execute(
             "SELECT id, payload FROM trajectories WHERE group_id = ? ORDER BY sample", (group_id,)
         )
-        return Group(group_id, head[0], [unpack_trajectory(i, shared, unpack(payload)) for i, payload in rows])
+        return Group(
+            group_id, head[0], [unpack_trajectory(i, shared, unpack(payload)) for i, payload in rows]
+        )
 
     def expire_stale(self, group_ids: Sequence[str]) -> None:
         """Drop ready groups that became too old; their prompts are pending again."""
@@ -214,7 +223,9 @@ class SqliteLedger:
                     "UPDATE groups SET state = 'consumed' WHERE id = ? AND state = 'ready'", (group_id,)
                 )
                 if taken.rowcount != 1:
-                    raise OmnifleetError(Reason.CONFLICT, f"group {group_id} is not ready: a step takes a group once")
+                    raise OmnifleetError(
+                        Reason.CONFLICT, f"group {group_id} is not ready: a step takes a group once"
+                    )
                 db.execute(
                     "INSERT INTO consumptions SELECT id, ?, ?, ?, NULL FROM trajectories WHERE group_id = ?",
                     (self._lineage, step, version, group_id),
@@ -267,7 +278,9 @@ def _expire(db: sqlite3.Connection, group_ids: Sequence[str]) -> None:
     for group_id in group_ids:
         gone = db.execute("UPDATE groups SET state = 'expired' WHERE id = ? AND state = 'ready'", (group_id,))
         if gone.rowcount != 1:
-            raise OmnifleetError(Reason.CONFLICT, f"group {group_id} is not ready: only waiting groups expire")
+            raise OmnifleetError(
+                Reason.CONFLICT, f"group {group_id} is not ready: only waiting groups expire"
+            )
         db.execute(
             "UPDATE occurrences SET state = 'pending', outcome = ? "
             "WHERE id = (SELECT occurrence FROM groups WHERE id = ?)",
@@ -291,7 +304,8 @@ def _open(path: Path) -> sqlite3.Connection:
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, SCHEMA_VERSION):
             raise invalid(
-                f"ledger {path} has schema {version}, this build writes {SCHEMA_VERSION}", reason=Reason.CORRUPT
+                f"ledger {path} has schema {version}, this build writes {SCHEMA_VERSION}",
+                reason=Reason.CORRUPT,
             )
         db.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -44,7 +44,7 @@ _COUNTS = {
 
 _ROWS = """
     SELECT t.id, g.id, g.prompt_id, g.state, t.reward, a.outcome, a.lineage,
-           coalesce(c.step, 0), t.tokens, t.payload, g.payload
+           coalesce(c.step, 0) AS step, t.tokens, t.payload, g.payload
     FROM trajectories t JOIN groups g ON g.id = t.group_id JOIN attempts a ON a.id = g.id
     LEFT JOIN consumptions c ON c.trajectory = t.id AND c.voided_by IS NULL
     WHERE (:lineage = '' OR coalesce(c.lineage, a.lineage) = :lineage) AND (:state = '' OR g.state = :state)
@@ -113,8 +113,10 @@ class LedgerReader:
             raise invalid(f"state {state!r} is not one of {', '.join(STATES)}")
         db = self._connect()
         try:
-            for row in db.execute(_ROWS, {"lineage": lineage, "state": state, "limit": limit}):
-                yield LedgerRow(*row[:9], unpack(row[9]), unpack(row[10]))
+            for *plain, own, shared in db.execute(
+                _ROWS, {"lineage": lineage, "state": state, "limit": limit}
+            ):
+                yield LedgerRow(*plain, own=unpack(own), shared=unpack(shared))
         finally:
             db.close()
 
@@ -122,8 +124,19 @@ class LedgerReader:
         """Finished attempts by outcome."""
         db = self._connect()
         try:
-            rows = db.execute("SELECT outcome, count(*) FROM attempts WHERE outcome IS NOT NULL GROUP BY outcome")
+            rows = db.execute(
+                "SELECT outcome, count(*) FROM attempts WHERE outcome IS NOT NULL GROUP BY outcome"
+            )
             return {str(outcome): int(n) for outcome, n in rows}
+        finally:
+            db.close()
+
+    def consumed_up_to(self, step: int) -> int:
+        """Trajectories that the surviving weights were trained on in steps 1 to `step`."""
+        db = self._connect()
+        try:
+            query = "SELECT count(*) FROM consumptions WHERE voided_by IS NULL AND step <= ?"
+            return int(db.execute(query, (step,)).fetchone()[0])
         finally:
             db.close()
 

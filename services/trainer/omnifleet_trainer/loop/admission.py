@@ -21,7 +21,9 @@ def capacity(*, bound: int, version: int, batch: int, accepted: int, running: in
 class Admission:
     """Hands out one credit a group. All state that must survive a restart is given at construction."""
 
-    def __init__(self, *, bound: int, batch: int, buffer: int, version: int, trained: int, ready: int) -> None:
+    def __init__(
+        self, *, bound: int, batch: int, buffer: int, version: int, trained: int, ready: int
+    ) -> None:
         """buffer: groups that may be ready or running at once. trained, ready: groups, from the ledger."""
         self._bound = bound
         self._batch = batch

@@ -81,15 +81,14 @@ class ReadyBuffer:
         Nothing is taken while `paused`. Raises DEADLINE after `timeout` seconds.
         """
 
-        def pick() -> list[ReadyGroup] | None:
+        def enough() -> tuple[list[ReadyGroup]] | None:  # wrapped: no groups at all may also be the answer
             if paused():
                 return None
             picked = self._pick(version)
-            return picked if len(picked) == self._needed or ended() else None
+            return (picked,) if len(picked) == self._needed or ended() else None
 
         try:
-            # A list of no groups must also end the wait, so the predicate wraps it.
-            (groups,) = await self.changed.until(lambda: _wrapped(pick()), timeout=timeout)
+            found = await self.changed.until(enough, timeout=timeout)
         except TimeoutError:
             raise OmnifleetError(
                 Reason.DEADLINE,
@@ -98,7 +97,7 @@ class ReadyBuffer:
                 retryable=True,
                 knob="trainer.step_timeout_s",
             ) from None
-        return groups
+        return found[0] if found else []
 
     def _pick(self, version: int) -> list[ReadyGroup]:
         ready = self._ledger.ready()
@@ -110,7 +109,3 @@ class ReadyBuffer:
             self.changed.fire()
         fresh = [group for group in ready if group.id not in stale]
         return self._sampler(fresh, self._needed, self._ledger.first_open())
-
-
-def _wrapped(groups: list[ReadyGroup] | None) -> tuple[list[ReadyGroup]] | None:
-    return None if groups is None else (groups,)

@@ -46,7 +46,10 @@ def check_sample(sample: Sample, *, run: str, lineage: str) -> None:
             Reason.WORKER_LOST, f"sample {sample.index} was cut off", retryable=True, check="aborted"
         )
     if not sample.token_ids or len(sample.logprobs) != len(sample.token_ids):
-        raise _refused("tokens", f"sample {sample.index} has {len(sample.token_ids)} tokens, {len(sample.logprobs)} logprobs")
+        raise _refused(
+            "tokens",
+            f"sample {sample.index} has {len(sample.token_ids)} tokens, {len(sample.logprobs)} logprobs",
+        )
     if not all(math.isfinite(logprob) for logprob in sample.logprobs):
         raise _refused("logprobs", f"sample {sample.index} has a logprob that is not finite")
     covered = 0
@@ -59,7 +62,10 @@ def check_sample(sample: Sample, *, run: str, lineage: str) -> None:
                 Reason.VERSION_MOVED, f"sample {sample.index} has tokens of {span.version}", retryable=True
             )
     if covered != len(sample.token_ids):
-        raise _refused("spans", f"sample {sample.index}: versions are known for {covered} of {len(sample.token_ids)} tokens")
+        raise _refused(
+            "spans",
+            f"sample {sample.index}: versions are known for {covered} of {len(sample.token_ids)} tokens",
+        )
 
 
 def _refused(check: str, message: str) -> RefusedSample:

@@ -74,6 +74,7 @@ class Controller:
         self._evaluation = evaluation
         self._policy_rests = asyncio.Lock()
         self._stopping = False
+        self._checkpoint_at_stop = False
         self._state = "starting"
         self._controls: dict[str, float] = {}
 
@@ -87,23 +88,27 @@ class Controller:
         """
         p = self._parts
         try:
-            start = await self._publish()
-            self._state = "training"
-            if p.journal.heldout(0) is None and p.weights.step == 0:
-                await self._record(start | await self._evaluate())
-            async with _beside(p.rollouts.run(), p.refits.keep_up()):
-                while p.weights.step < self._trainer.steps:
-                    watch = Stopwatch()
-                    with watch.timing("wait"):
-                        groups = await self._next_groups()
-                    if groups is None:
-                        break
-                    async with self._policy_rests:
-                        await self._step(groups, watch)
-            return await self._end()
+            async with _beside(p.refits.keep_up()):
+                start = await self._publish()
+                if p.journal.heldout(0) is None and p.weights.step == 0:
+                    await self._record(start | await self._evaluate())
+                self._state = "training"
+                async with _beside(p.rollouts.run()):
+                    await self._train()
+                return await self._end()
         finally:
             self._state = "ended"
             p.journal.close()
+
+    async def _train(self) -> None:
+        while self.step < self._trainer.steps:
+            watch = Stopwatch()
+            with watch.timing("wait"):
+                groups = await self._next_groups()
+            if groups is None:
+                return
+            async with self._policy_rests:
+                await self._step(groups, watch)
 
     async def _next_groups(self) -> list[ReadyGroup] | None:
         """Groups of one step; None if the run was stopped or the data ends. A last partial batch is not trained."""
@@ -176,6 +181,8 @@ class Controller:
         p = self._parts
         self._state = "finishing"
         if self._stopping:
+            if self._checkpoint_at_stop:
+                await p.checkpoint(p.weights.step)
             return False
         if p.weights.step == 0:
             raise OmnifleetError(
@@ -244,9 +251,10 @@ class Controller:
         self._parts.buffer.changed.fire()
         return self.step
 
-    def stop(self) -> int:
-        """End after the step in hand: no evaluation, no summary. Idempotent. Returns the step."""
+    def stop(self, *, checkpoint: bool) -> int:
+        """End after the step in hand, with a checkpoint if asked; no evaluation, no summary. Returns the step."""
         self._stopping = True
+        self._checkpoint_at_stop |= checkpoint
         self._parts.buffer.changed.fire()
         return self.step
 
@@ -257,7 +265,10 @@ class Controller:
                 await self._policy_rests.acquire()
         except TimeoutError:
             raise OmnifleetError(
-                Reason.DEADLINE, f"the step in hand took longer than {timeout:g} s", retryable=True, knob="deadline_ms"
+                Reason.DEADLINE,
+                f"the step in hand took longer than {timeout:g} s",
+                retryable=True,
+                knob="deadline_ms",
             ) from None
         try:
             return await self._parts.checkpoint(self.step), self.step

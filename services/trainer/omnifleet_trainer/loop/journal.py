@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,10 @@ class Journal:
                 after = step
             if not live or self._closed:
                 return
-            newest = after
-            await self._changed.until(lambda: self._closed or any(s > newest for s in self._records))
+            await self._changed.until(partial(self._has_news, after))
+
+    def _has_news(self, after: int) -> bool:
+        return self._closed or any(step > after for step in self._records)
 
     def close(self) -> None:
         """End all followers."""

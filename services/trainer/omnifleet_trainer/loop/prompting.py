@@ -148,9 +148,13 @@ class Prompter:
         scores = await self._score_patiently(items)
         for score in scores:
             if score.error is not None:
-                raise Unscorable(score.error.reason, f"{score.id}: {score.error.message}", knob=score.error.knob)
+                raise Unscorable(
+                    score.error.reason, f"{score.id}: {score.error.message}", knob=score.error.knob
+                )
             if not math.isfinite(score.score):
-                raise Unscorable(Reason.INTERNAL, f"{score.id}: the score {score.score} is not a finite number")
+                raise Unscorable(
+                    Reason.INTERNAL, f"{score.id}: the score {score.score} is not a finite number"
+                )
         return scores
 
     async def _score_patiently(self, items: Sequence[ScoreItem]) -> list[ItemScore]:
@@ -165,7 +169,9 @@ class Prompter:
                 if not error.retryable:
                     raise
                 if loop.time() + pause >= end:
-                    raise retryable(Reason.UNAVAILABLE, f"no scores: {error.message}", knob=error.knob) from error
+                    raise retryable(
+                        Reason.UNAVAILABLE, f"no scores: {error.message}", knob=error.knob
+                    ) from error
             await asyncio.sleep(pause)
 
 

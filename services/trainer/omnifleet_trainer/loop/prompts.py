@@ -18,29 +18,33 @@ class Prompts:
     """Leases prompts in order, epoch after epoch, for as long as there are any."""
 
     def __init__(self, rows: Sequence[PromptRow], ledger: Ledger, *, seed: int, max_epochs: int) -> None:
-        """Raises INVALID_CONFIG for no rows or for two rows of one id."""
-        self._by_id = {row.prompt_id: row for row in rows}
-        if len(self._by_id) != len(rows) or not rows:
+        """`rows` may be lazy: ids are read once (from `rows.prompt_ids` where there is one), rows when they are due.
+
+        Raises INVALID_CONFIG for no rows or for two rows of one id.
+        """
+        self._rows = rows
+        self._ids: list[str] = getattr(rows, "prompt_ids", None) or [row.prompt_id for row in rows]
+        self._places = {prompt_id: place for place, prompt_id in enumerate(self._ids)}
+        if len(self._places) != len(rows) or not rows:
             raise invalid(
-                f"{len(rows)} training rows have {len(self._by_id)} different prompt ids",
+                f"{len(rows)} training rows have {len(self._places)} different prompt ids",
                 knob="data.train",
                 reason=Reason.INVALID_CONFIG,
             )
-        self._ids = list(self._by_id)
         self._ledger = ledger
         self._seed = seed
         self._max_epochs = max_epochs
 
     def row(self, prompt_id: str) -> PromptRow:
         """The row of a prompt. Raises CORRUPT if the data no longer has it (the run was resumed with other data)."""
-        row = self._by_id.get(prompt_id)
-        if row is None:
+        place = self._places.get(prompt_id)
+        if place is None:
             raise invalid(
                 f"the ledger knows prompt {prompt_id!r}, the data does not: it changed since the run began",
                 knob="data.train",
                 reason=Reason.CORRUPT,
             )
-        return row
+        return self._rows[place]
 
     def lease(self, *, version: int, ttl_s: float) -> PromptLease | None:
         """The next prompt; None while all are leased or done and no epoch is left."""

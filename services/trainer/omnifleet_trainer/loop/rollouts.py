@@ -71,7 +71,9 @@ class Rollouts:
         except* OmnifleetError as errors:
             raise first_of(errors) from None
         finally:
-            for lease in list(self._out.values()):  # a task that is cancelled before it began runs no code of its own
+            for lease in list(
+                self._out.values()
+            ):  # a task that is cancelled before it began runs no code of its own
                 self._give_back(lease, Outcome.INFRA_ERROR, "cancelled", self._attempts_per_prompt)
 
     async def _next_prompt(self) -> PromptLease:

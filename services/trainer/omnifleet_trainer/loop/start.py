@@ -13,13 +13,22 @@ from typing import Literal
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.checkpoint import latest_checkpoint
-from omnifleet_trainer.ledger import SqliteLedger
+from omnifleet_trainer.ledger import LedgerReader, SqliteLedger
 
 log = logging.getLogger("omnifleet.trainer")
 
 Mode = Literal["auto", "resume", "fresh"]
 LEDGER = "ledger.sqlite"
-_PARTS = (LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm", "checkpoints", "metrics.jsonl", "samples.jsonl", "summary.json", "start.json")
+_PARTS = (
+    LEDGER,
+    f"{LEDGER}-wal",
+    f"{LEDGER}-shm",
+    "checkpoints",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "summary.json",
+    "start.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +53,41 @@ def find_start(run_dir: Path, mode: Mode) -> Start:
     found = latest_checkpoint(run_dir / "checkpoints")
     if mode == "resume" and found is None:
         raise OmnifleetError(
-            Reason.NOT_FOUND, f"{run_dir} has no complete checkpoint to resume from", knob="leave out --resume"
+            Reason.NOT_FOUND,
+            f"{run_dir} has no complete checkpoint to resume from",
+            knob="leave out --resume",
         )
+    folder, state = found if found else (None, None)
+    step = state.step if state else 0
     path = run_dir / LEDGER
-    if not path.exists() and found is not None:
-        shutil.copyfile(found.path / LEDGER, path)
-    step = found.step if found else 0
+    if folder is not None and state is not None and not _reaches(path, step, state.ledger_position):
+        _restore(folder / LEDGER, path)
     ledger = SqliteLedger(path, owner=uuid.uuid4().hex)
     rollback = ledger.roll_back_to(step, _new_lineage())
     if found or rollback.kept or rollback.ready_again or rollback.reclaimed:
         log.info(
             "resumed at step %d: %d ready groups kept (%d were trained after the checkpoint), %d of lost weights "
             "dropped, %d prompts out at the crash are pending again",
-            step, rollback.kept, rollback.ready_again, rollback.expired, rollback.reclaimed,
+            step,
+            rollback.kept,
+            rollback.ready_again,
+            rollback.expired,
+            rollback.reclaimed,
         )
-    return Start(step, rollback.lineage, found.path if found else None, ledger, _began(run_dir))
+    return Start(step, rollback.lineage, folder, ledger, _began(run_dir))
+
+
+def _reaches(path: Path, step: int, consumed: int) -> bool:
+    """True if the live ledger has all that the checkpoint was made of."""
+    return path.exists() and LedgerReader(path).consumed_up_to(step) >= consumed
+
+
+def _restore(copy: Path, path: Path) -> None:
+    """Go on with the checkpoint's own copy: the live ledger is missing or was set back (a power cut, a lost disk)."""
+    log.warning("ledger %s is older than the checkpoint; going on with the checkpoint's copy", path)
+    for part in (path, path.with_name(f"{LEDGER}-wal"), path.with_name(f"{LEDGER}-shm")):
+        part.unlink(missing_ok=True)
+    shutil.copyfile(copy, path)
 
 
 def _began(run_dir: Path) -> float:

@@ -16,13 +16,26 @@ Value = TypeVar("Value")
 class Weights:
     """The policy on its own thread: backends are not reentrant and keep state per thread."""
 
-    def __init__(self, policy: Policy, *, run: str, lineage: str, step: int) -> None:
-        """step: steps that made the weights which `policy` holds now."""
+    def __init__(
+        self, policy: Policy, *, run: str, lineage: str, step: int, thread: ThreadPoolExecutor | None = None
+    ) -> None:
+        """step: steps that made the weights which `policy` holds. thread: that made the policy, one worker; default: new."""
         self.policy = policy
         self._run = run
         self._lineage = lineage
         self._step = step
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
+        self.thread = thread or _new_thread()
+
+    @staticmethod
+    async def open(make: Callable[[], Policy], *, run: str, lineage: str, step: int) -> Weights:
+        """Make the policy on the thread that will use it. Raises what `make` raises."""
+        thread = _new_thread()
+        try:
+            policy = await asyncio.get_running_loop().run_in_executor(thread, make)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        return Weights(policy, run=run, lineage=lineage, step=step, thread=thread)
 
     @property
     def step(self) -> int:
@@ -36,7 +49,7 @@ class Weights:
 
     async def on_thread(self, call: Callable[[], Value]) -> Value:
         """Run a blocking call of the policy. It can't be cancelled, only not waited for."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, call)
 
     def trained(self) -> None:
         """One more step is in the weights."""
@@ -44,5 +57,9 @@ class Weights:
 
     def close(self) -> None:
         """Wait for the call that runs, then free the policy."""
-        self._thread.submit(self.policy.close).result()
-        self._thread.shutdown()
+        self.thread.submit(self.policy.close).result()
+        self.thread.shutdown()
+
+
+def _new_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="policy")

@@ -84,7 +84,9 @@ class Renderer:
         Raises PROMPT_TOO_LONG (media is never cut to fit), INVALID_MEDIA, and what the media service raises.
         """
         media = await self.place(row.images)
-        segments = await asyncio.gather(*(self._media.segment(ref, self._processor, self._run) for ref in media))
+        segments = await asyncio.gather(
+            *(self._media.segment(ref, self._processor, self._run) for ref in media)
+        )
         token_ids = self._template.render(row.text, len(media))
         expanded = expand_placeholders(token_ids, self._placeholder, [s.token_count for s in segments])
         if len(expanded) > self._max_prompt_tokens:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from omnifleet_trainer.ledger import ReadyGroup
 
 
-def freshest(ready: Sequence[ReadyGroup], needed: int, first_open: tuple[int, int] | None) -> list[ReadyGroup]:
+def freshest(
+    ready: Sequence[ReadyGroup], needed: int, first_open: tuple[int, int] | None
+) -> list[ReadyGroup]:
     """The `needed` groups whose oldest token is youngest; among equals, those that became ready first."""
     return sorted(ready, key=lambda group: -group.oldest_version)[:needed]

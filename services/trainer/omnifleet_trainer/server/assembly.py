@@ -1,0 +1,285 @@
+"""A recipe and three addresses to a loop that is ready to run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omnifleet.address import canonical_json, digest_bytes
+from omnifleet.auth import Scope, Tokens
+from omnifleet.client.media import MediaClient
+from omnifleet.client.reward import RewardClient
+from omnifleet.client.rollout import RolloutClient
+from omnifleet.config.recipe import Recipe, SplitConfig
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.processor import image_token_id, read_image_processor
+from omnifleet.telemetry.counters import Counters
+from omnifleet.types import Sampling, WeightVersion
+from omnifleet_trainer.checkpoint import CheckpointState, prune, write_checkpoint
+from omnifleet_trainer.evaluation import HeldOut
+from omnifleet_trainer.ledger import SqliteLedger
+from omnifleet_trainer.loop.admission import Admission
+from omnifleet_trainer.loop.batches import AdvantageRule, Batches
+from omnifleet_trainer.loop.buffer import ReadyBuffer, check_buffer
+from omnifleet_trainer.loop.controller import Controller, Parts
+from omnifleet_trainer.loop.journal import Journal
+from omnifleet_trainer.loop.prompting import Prompter
+from omnifleet_trainer.loop.prompts import Prompts
+from omnifleet_trainer.loop.rollouts import Rollouts
+from omnifleet_trainer.loop.samplers import SAMPLERS
+from omnifleet_trainer.loop.start import LEDGER, Start
+from omnifleet_trainer.loop.weights import Weights
+from omnifleet_trainer.refit.sender import RefitSender
+from omnifleet_trainer.rendering import Renderer, load_template
+from omnifleet_trainer.server.refits import FleetRefits
+
+if TYPE_CHECKING:
+    from omnifleet_trainer.data import PromptRow
+
+log = logging.getLogger("omnifleet.trainer")
+
+_AT_ONCE = 32  # held-out requests that are open at once
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """gRPC addresses of the other services, "host:port"."""
+
+    media: str
+    gateway: str
+    reward: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A loop and what is served beside it. facts: of the policy."""
+
+    controller: Controller
+    journal: Journal
+    facts: dict[str, str]
+
+
+class Served:
+    """The weights that the fleet has taken last."""
+
+    def __init__(self, version: WeightVersion) -> None:
+        self.version = version
+
+    def set(self, version: WeightVersion) -> None:
+        """The fleet has `version` now."""
+        self.version = version
+
+    def get(self) -> WeightVersion:
+        """What it has."""
+        return self.version
+
+
+@asynccontextmanager
+async def assembled(
+    recipe: Recipe, run_dir: Path, start: Start, addresses: Addresses, tokens: Tokens, counters: Counters
+) -> AsyncIterator[Run]:
+    """Open clients, policy and data, and join them. Everything is closed on exit.
+
+    Raises OmnifleetError: INVALID_CONFIG, MODEL_MISSING, CORRUPT, UNAVAILABLE, CONTRACT_MISMATCH.
+    """
+    trainer, name, model = recipe.trainer, recipe.run.name, _model_folder(recipe)
+    check_buffer(_room(recipe), trainer.prompts_per_step)
+    secret = tokens.secret(Scope.TRAINER)
+    train_rows, heldout_rows = await asyncio.to_thread(_load_data, recipe)
+    async with AsyncExitStack() as stack:
+        media = await stack.enter_async_context(MediaClient.open(addresses.media, secret, name="trainer"))
+        rollout = await stack.enter_async_context(RolloutClient.open(addresses.gateway, secret))
+        reward = await stack.enter_async_context(RewardClient.open(addresses.reward, secret, name="trainer"))
+        sender = await stack.enter_async_context(
+            RefitSender.open(
+                addresses.gateway,
+                secret,
+                run=name,
+                lineage=start.lineage,
+                in_flight=recipe.rollout.kv_after_refit,
+                timeout_s=trainer.refit_timeout_s,
+                # Bounds on each request hold the staleness; this only says from when on a silent worker is fenced.
+                max_lag=max(trainer.max_staleness, trainer.refit_every),
+            )
+        )
+        weights = await _open_weights(recipe, model, start)
+        stack.callback(weights.close)
+
+        served = Served(WeightVersion(name, start.lineage, start.step))
+        template = load_template(model, trust_remote_code=recipe.model.trust_remote_code)
+        renderer = Renderer(
+            template,
+            media,
+            read_image_processor(model),
+            placeholder=image_token_id(model),
+            run=name,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+        )
+        prompter = Prompter(
+            renderer,
+            rollout,
+            reward,
+            scorers=recipe.reward,
+            mode=recipe.rollout.logprobs_mode,
+            timeout_s=trainer.rollout_timeout_s,
+        )
+        ledger = start.ledger
+        admission = Admission(
+            bound=trainer.max_staleness,
+            batch=trainer.prompts_per_step,
+            buffer=_room(recipe),
+            version=start.step,
+            # A step is prompts_per_step groups even if an earlier life of the run had another size.
+            trained=start.step * trainer.prompts_per_step,
+            ready=len(ledger.ready()),
+        )
+        buffer = ReadyBuffer(
+            ledger,
+            admission,
+            SAMPLERS[trainer.sampler],
+            needed=trainer.prompts_per_step,
+            max_staleness=trainer.max_staleness,
+            counters=counters,
+        )
+        prompts = Prompts(train_rows, ledger, seed=recipe.run.seed, max_epochs=recipe.data.max_epochs)
+        sampling = _sampling(recipe)
+        rollouts = Rollouts(
+            prompts,
+            prompter,
+            buffer,
+            admission,
+            counters,
+            serving=served.get,
+            sampling=sampling,
+            max_staleness=trainer.max_staleness,
+            attempts_per_prompt=trainer.attempts_per_prompt,
+            timeout_s=trainer.rollout_timeout_s,
+            seed=recipe.run.seed,
+        )
+        journal = Journal(run_dir, step=start.step)
+        parts = Parts(
+            ledger=ledger,
+            admission=admission,
+            buffer=buffer,
+            prompts=prompts,
+            rollouts=rollouts,
+            batches=Batches(prompts, renderer, AdvantageRule(recipe.objective)),
+            weights=weights,
+            refits=FleetRefits(sender, weights),
+            heldout=HeldOut(heldout_rows, prompter, serving=served.get, sampling=sampling, at_once=_AT_ONCE),
+            journal=journal,
+            counters=counters,
+            serving=served.set,
+            checkpoint=Checkpoints(recipe, run_dir / "checkpoints", ledger, weights).write,
+            media_counters=MediaCounters(media).read,
+        )
+        counters.gauge("step", lambda: float(weights.step))
+        counters.gauge("groups_running", lambda: float(admission.running))
+        counters.gauge("groups_waiting", lambda: float(admission.ready))
+        yield Run(Controller(parts, trainer, recipe.evaluation), journal, weights.policy.describe())
+
+
+class Checkpoints:
+    """Writes what a resume needs: weights, optimiser, a copy of the ledger, and where the run stood."""
+
+    def __init__(self, recipe: Recipe, root: Path, ledger: SqliteLedger, weights: Weights) -> None:
+        self._root = root
+        self._ledger = ledger
+        self._weights = weights
+        self._kept = recipe.trainer.checkpoints_kept
+        self._seed = recipe.run.seed
+        self._config_digest = str(digest_bytes(canonical_json(recipe.model_dump(mode="json")), "recipe"))
+
+    async def write(self, step: int) -> Path:
+        """Write the checkpoint of `step` on the policy's thread and drop old ones. Raises DISK_FULL."""
+        version = self._weights.version
+        state = CheckpointState(
+            step=step,
+            version=version.number,
+            lineage=version.lineage,
+            ledger_position=self._ledger.counts().consumed,
+            config_digest=self._config_digest,
+            seeds={"run": self._seed},
+        )
+        path = await self._weights.on_thread(lambda: self._write(step, state))
+        log.info("checkpoint of step %d in %s", step, path)
+        return path
+
+    def _write(self, step: int, state: CheckpointState) -> Path:
+        path = write_checkpoint(self._root, step, save_policy=self._save, state=state)
+        prune(self._root, self._kept)
+        return path
+
+    def _save(self, folder: Path) -> None:
+        self._weights.policy.save(folder)
+        self._ledger.backup_to(folder / LEDGER)
+
+
+class MediaCounters:
+    """Counters of the media service, for the proof that a picture is decoded once. Absent while it is away."""
+
+    def __init__(self, media: MediaClient) -> None:
+        self._media = media
+
+    async def read(self) -> dict[str, float]:
+        """Counters now."""
+        try:
+            async with asyncio.timeout(5.0):
+                return (await self._media.status()).counters
+        except (OmnifleetError, TimeoutError) as error:
+            log.warning("no counters of the media service: %s", error)
+            return {}
+
+
+async def _open_weights(recipe: Recipe, model: Path, start: Start) -> Weights:
+    """Build the policy on its own thread and load the checkpoint that the run goes on from."""
+    from omnifleet_trainer.policy.build import open_policy
+
+    weights = await Weights.open(
+        lambda: open_policy(recipe, model), run=recipe.run.name, lineage=start.lineage, step=start.step
+    )
+    if start.checkpoint is not None:
+        folder = start.checkpoint
+        try:
+            await weights.on_thread(lambda: weights.policy.load(folder))
+        except BaseException:
+            weights.close()
+            raise
+    return weights
+
+
+def _load_data(recipe: Recipe) -> tuple[Sequence[PromptRow], Sequence[PromptRow]]:
+    from omnifleet_trainer.data import load_rows
+
+    def rows(split: SplitConfig, size: int | None) -> Sequence[PromptRow]:
+        return load_rows(split.dataset, split.split, seed=recipe.run.seed, size=size)
+
+    heldout = recipe.data.heldout
+    return rows(recipe.data.train, recipe.data.train.size), rows(
+        heldout, heldout.size or recipe.evaluation.size
+    )
+
+
+def _model_folder(recipe: Recipe) -> Path:
+    folder = Path(recipe.model.path)
+    if not folder.is_dir():
+        raise OmnifleetError(
+            Reason.MODEL_MISSING,
+            f"model.path {recipe.model.path!r} is not a folder; `omnifleet tiny-model --print-path` makes the tiny one",
+            knob="model.path",
+        )
+    return folder
+
+
+def _room(recipe: Recipe) -> int:
+    trainer = recipe.trainer
+    return trainer.buffer_groups or (trainer.max_staleness + 1) * trainer.prompts_per_step
+
+
+def _sampling(recipe: Recipe) -> Sampling:
+    return Sampling(n=recipe.trainer.generations_per_prompt, **recipe.sampling.model_dump())
