@@ -354,14 +354,15 @@ class MediaClient:
             )
         return memoryview(data).toreadonly(), False
 
-    async def _open_get(self, request: media_pb2.GetRequest, left: float) -> tuple[media_pb2.GetHeader, Any]:
-        replies = self._stub.Get(request, timeout=left)
-        first: Any = await replies.read()
-        if not isinstance(first, media_pb2.GetReply) or first.WhichOneof("part") != "header":
-            raise OmnifleetError(
-                Reason.UNAVAILABLE, f"stream of {request.digest} has no header", retryable=True
-            )
-        return first.header, replies
+    async def _open_get(
+        self, request: media_pb2.GetRequest, left: float
+    ) -> tuple[media_pb2.GetHeader, AsyncIterator[Any]]:
+        replies = aiter(self._stub.Get(request, timeout=left))
+        async for first in replies:
+            if first.WhichOneof("part") == "header":
+                return first.header, replies
+            break
+        raise OmnifleetError(Reason.UNAVAILABLE, f"stream of {request.digest} has no header", retryable=True)
 
 
 class _Cache:

@@ -65,7 +65,7 @@ def main() -> int:
     role: Role = cast(Role, importlib.import_module(ROLES[name]))
     facts = role.prepare()
     _close_the_door(memory_bytes)
-    send(sock, facts)
+    send(sock, {**facts, "pid": os.getpid()})
     while (request := receive(sock)) is not None:
         header, bodies = _answer(role, *request)
         send(sock, header, *bodies)

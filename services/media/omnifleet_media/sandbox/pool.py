@@ -56,6 +56,11 @@ class ProcessPool:
         self._waiting = 0
         self.replaced = 0
 
+    @property
+    def busy(self) -> int:
+        """Processes with a request."""
+        return len(self._busy)
+
     async def warm(self) -> Header:
         """Start one process ahead of the first request; answers its facts."""
         child = await self._idle.get()

@@ -1,0 +1,110 @@
+"""Decoder processes: limits, replacement, and no process left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.service import process_lives
+from omnifleet_media.sandbox.pool import ProcessPool
+
+
+@asynccontextmanager
+async def pictures(
+    *, size: int = 1, work_s: float = 20.0, memory_bytes: int = 1 << 30
+) -> AsyncIterator[ProcessPool]:
+    pool = ProcessPool(
+        "pictures",
+        size,
+        work_s=work_s,
+        memory_bytes=memory_bytes,
+        reply_bytes=1 << 30,
+        time_knob="media.limits.decode_seconds",
+    )
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def request(side: int = 8, limit: int = 1 << 30) -> tuple[dict[str, object], bytes]:
+    out = io.BytesIO()
+    Image.fromarray(np.zeros((side, side, 3), np.uint8)).save(out, "PNG")
+    return {"codec": "PNG", "pixels": limit, "background": "ffffff"}, out.getvalue()
+
+
+async def test_a_picture_comes_back() -> None:
+    async with pictures() as pool:
+        answer, body = await pool.call(*request(8))
+        assert answer == {"shape": [8, 8, 3]}
+        assert len(body) == 192
+
+
+async def test_damage_ends_a_request_not_the_process() -> None:
+    async with pictures() as pool:
+        header, data = request(64)
+        with pytest.raises(OmnifleetError) as caught:
+            await pool.call(header, data[:60])
+        assert caught.value.reason is Reason.INVALID_MEDIA
+        await pool.call(header, data)
+        assert pool.replaced == 0
+
+
+async def test_a_stuck_process_is_replaced() -> None:
+    async with pictures(work_s=0.02) as pool:
+        await pool.warm()
+        with pytest.raises(OmnifleetError) as caught:
+            await pool.call(*request(6000))
+        assert (caught.value.reason, caught.value.knob) == (
+            Reason.LIMIT_EXCEEDED,
+            "media.limits.decode_seconds",
+        )
+        assert pool.replaced == 1
+
+
+async def test_memory_is_limited() -> None:
+    async with pictures(memory_bytes=32 << 20) as pool:
+        with pytest.raises(OmnifleetError) as caught:
+            await pool.call(*request(6000))
+        assert (caught.value.reason, caught.value.knob) == (
+            Reason.LIMIT_EXCEEDED,
+            "media.limits.decode_memory_bytes",
+        )
+        await pool.call(*request(8))
+
+
+async def test_a_killed_process_is_replaced_and_the_request_is_tried_again() -> None:
+    async with pictures() as pool:
+        pid = (await pool.warm())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        await pool.call(*request())
+        assert pool.replaced == 1
+
+
+async def test_a_cancelled_request_costs_its_process_only() -> None:
+    async with pictures() as pool:
+        first = (await pool.warm())["pid"]
+        task = asyncio.create_task(pool.call(*request(6000)))
+        while not pool.busy:  # noqa: ASYNC110 -- one turn of the loop, not a wait
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not process_lives(first)
+        await pool.call(*request())
+
+
+async def test_closing_leaves_no_process() -> None:
+    async with pictures(size=2) as pool:
+        pids = [(await pool.warm())["pid"]]
+        await asyncio.gather(*(pool.call(*request()) for _ in range(4)))
+    assert not any(process_lives(pid) for pid in pids)
