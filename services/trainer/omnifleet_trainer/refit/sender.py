@@ -13,7 +13,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 from omnifleet.client.fleet import FleetClient, FleetView, WorkerView
 from omnifleet.client.refit import Commit, RefitClient
@@ -293,7 +295,7 @@ class RefitSender:
     async def _views(self) -> AsyncGenerator[FleetView]:
         """Snapshots of the fleet: each that the registry sends, and the newest again after each publish."""
         view: FleetView | None = None
-        async with aclosing(self._fleet.watch(self._pool)) as watch:
+        async with aclosing(cast(AsyncGenerator[FleetView], self._fleet.watch(self._pool))) as watch:
             coming = asyncio.ensure_future(anext(watch))
             wake = asyncio.ensure_future(self._wake.wait())
             try:
@@ -334,11 +336,14 @@ class RefitSender:
             if worker.id not in self._behind and self._is_behind(worker, release):
                 task = asyncio.create_task(self._catch_up(worker), name=f"catch-up {worker.id}")
                 self._behind[worker.id] = task
-                task.add_done_callback(lambda _, id=worker.id: self._behind.pop(id, None))
+                task.add_done_callback(partial(self._caught_up, worker.id))
         living = {worker.id for worker in view.workers}
         for gone in [id for id in self._at if id not in living]:
             del self._at[gone]
             self._locks.pop(gone, None)
+
+    def _caught_up(self, worker: str, _: asyncio.Task[None]) -> None:
+        self._behind.pop(worker, None)
 
     def _is_behind(self, worker: WorkerView, release: Release) -> bool:
         serves = self._serves(worker)

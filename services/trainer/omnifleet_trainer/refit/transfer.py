@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from blake3 import blake3
@@ -58,7 +59,7 @@ def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if not dtype:
         raise OmnifleetError(Reason.UNSUPPORTED, f"{name} has dtype {tensor.dtype}, which no refit carries")
-    return RawTensor(name, dtype, shape, memoryview(data))
+    return RawTensor(name, dtype, shape, memoryview(cast(Any, data)))
 
 
 def tensor_digest(data: memoryview) -> str:
