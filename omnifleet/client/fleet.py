@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -126,11 +126,15 @@ class FleetClient:
         with remote_errors():
             return view_from_wire(await self._stub.List(request, timeout=deadline_s))
 
-    async def watch(self, pool: str = "", *, include_gone: bool = False) -> AsyncIterator[FleetView]:
+    async def watch(self, pool: str = "", *, include_gone: bool = False) -> AsyncGenerator[FleetView, None]:
         """A snapshot now, after every change, and at least every 10 s. Ends when the gateway stops."""
-        with remote_errors():
-            async for reply in self._stub.Watch(fleet_pb2.ListRequest(pool=pool, include_gone=include_gone)):
-                yield view_from_wire(reply)
+        call = self._stub.Watch(fleet_pb2.ListRequest(pool=pool, include_gone=include_gone))
+        try:
+            with remote_errors():
+                async for reply in call:
+                    yield view_from_wire(reply)
+        finally:
+            call.cancel()
 
     async def act(
         self,

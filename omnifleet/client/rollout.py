@@ -7,8 +7,8 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,8 @@ class RolloutClient:
             priority=priority,
             request_id=(request_id := request_id or uuid.uuid4().hex),
         )
-        return await _gather(events, request_id, sampling.n)
+        async with aclosing(events):
+            return await _gather(events, request_id, sampling.n)
 
     async def stream(
         self,
@@ -160,7 +161,7 @@ class RolloutClient:
         return_text: bool = False,
         priority: int = 0,
         request_id: str = "",
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Like `generate`, as events: one PromptSeen, then Tokens, Done and Failed of all samples interleaved."""
         request = rollout_pb2.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -174,18 +175,18 @@ class RolloutClient:
             return_text=return_text,
             expected_logprobs_mode=str(logprobs_mode or ""),
         )
-        async for message in self._events(request, time.monotonic() + deadline_s):
-            yield event_from_wire(message)
+        async with aclosing(self._events(request, time.monotonic() + deadline_s)) as messages:
+            async for message in messages:
+                yield event_from_wire(message)
 
     async def _events(
         self, request: rollout_pb2.GenerateRequest, deadline: float
-    ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
+    ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
         while True:
             began = False
             try:
-                with remote_errors():
-                    left = max(0.0, deadline - time.monotonic())
-                    async for message in self._stub.Generate(request, timeout=left):
+                async with aclosing(self._once(request, max(0.0, deadline - time.monotonic()))) as messages:
+                    async for message in messages:
                         began = True
                         yield message
                 return
@@ -195,6 +196,18 @@ class RolloutClient:
                 if began or late or error.reason not in _WAIT_AND_RETRY:
                     raise
             await asyncio.sleep(pause)
+
+    async def _once(
+        self, request: rollout_pb2.GenerateRequest, timeout_s: float
+    ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
+        """One call; closing it cancels the call, so that the service stops at once."""
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            with remote_errors():
+                async for message in call:
+                    yield message
+        finally:
+            call.cancel()
 
     async def render(
         self,

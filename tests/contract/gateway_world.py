@@ -141,7 +141,7 @@ class World:
         worker.address = await stop.enter_async_context(
             serving(
                 "127.0.0.1:0",
-                lambda server: rollout_pb2_grpc.add_RolloutServicer_to_server(worker, server),
+                lambda server: rollout_pb2_grpc.add_RolloutServicer_to_server(worker, server),  # type: ignore[no-untyped-call]
                 tokens=self.tokens,
                 knob="listen",
                 grace_s=0.0,

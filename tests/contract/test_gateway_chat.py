@@ -133,13 +133,14 @@ async def test_pictures_become_one_placeholder_each_and_digests_on_the_wire(
             {"type": "text", "text": "and"},
             {"type": "image_url", "image_url": {"url": PICTURE.url}},
         ]
-        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1, "return_media": True}
+        messages = [{"role": "user", "content": parts}]
+        body = {"messages": messages, "max_tokens": 1, "return_media": True}
         reply = await http.post("/v1/chat/completions", json=body)
         assert [m["digest"] for m in reply.json()["omnifleet"]["media"]] == [PICTURE.digest] * 2
         request = one.requests[0]
         assert [m.digest for m in request.media] == [PICTURE.digest] * 2
         assert list(request.tokens.token_ids).count(258) == 2
-        rendered = await here.client.render(body["messages"], identity=Identity("test"))
+        rendered = await here.client.render(messages, identity=Identity("test"))
         assert rendered.token_ids == list(request.tokens.token_ids) and len(rendered.media) == 2
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +26,12 @@ from tests.contract.gateway_world import PICTURE, PROMPT, WHO, World, token, unt
 
 
 async def ask(
-    here: World, *, n: int = 1, max_tokens: int = 4, deadline_s: float = 20.0, **more: object
+    here: World, *, n: int = 1, max_tokens: int = 4, deadline_s: float = 20.0, **more: Any
 ) -> Generation:
     sampling = Sampling(n=n, max_tokens=max_tokens, seed=3)
     return await here.client.generate(
         prompt_token_ids=PROMPT, sampling=sampling, identity=WHO, deadline_s=deadline_s, **more
-    )  # type: ignore[arg-type]
+    )
 
 
 def said(seed: int, count: int) -> list[int]:
@@ -77,7 +80,7 @@ async def test_a_worker_lost_after_its_last_token_needs_no_other_worker(tmp_path
         only = await here.worker("w-1")
         whole = only._reply
 
-        async def reply_without_end(request):  # type: ignore[no-untyped-def]
+        async def reply_without_end(request: Any) -> AsyncIterator[Any]:
             async for event in whole(request):
                 if event.WhichOneof("event") == "finished":
                     raise retryable(Reason.WORKER_LOST, "died before saying so")
@@ -265,7 +268,7 @@ async def test_a_prompt_that_workers_see_differently_is_refused(tmp_path: Path) 
         two = await here.worker("w-2")
         honest = two._reply
 
-        async def other_prompt(request):  # type: ignore[no-untyped-def]
+        async def other_prompt(request: Any) -> AsyncIterator[Any]:
             async for event in honest(request):
                 if event.WhichOneof("event") == "prompt":
                     event.prompt.prompt_hash = "0" * 64
@@ -324,3 +327,18 @@ async def test_an_assigned_pool_serves_its_run_only_and_within_its_quota(tmp_pat
         await task
         facts = (await here.client.status()).facts
         assert facts["workers"] == "1 ready" and "2 samples_finished" in facts["run test"]
+
+
+async def test_leaving_a_stream_early_ends_the_work(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        one = await here.worker("w-1", paused=True)
+        one.go.release()
+        stream = here.client.stream(
+            prompt_token_ids=PROMPT, sampling=Sampling(max_tokens=9), identity=WHO, deadline_s=20
+        )
+        async with aclosing(stream):
+            async for event in stream:
+                if isinstance(event, Tokens):
+                    break
+        await until(lambda: one.running == 0)
+        await until(lambda: here.gateway.dispatcher.requests == 0)

@@ -28,7 +28,8 @@ def router(queue_per_worker: int = 4, queue_per_run: int = 100) -> Router:
     ),
 )
 def test_load_is_bounded_and_even_and_sessions_stick(workers: int, asks: list[tuple[str, set[str]]]) -> None:
-    route, views, homes = router(), fleet(workers), {}
+    route, views = router(), fleet(workers)
+    homes: dict[str, str] = {}
     for session, digests in asks:
         loads = [route.samples(w.id) for w in views]
         ask = Ask("run", session, tuple(digests))
