@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -101,6 +101,7 @@ class RefitSender:
         self._behind: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_CATCH_UPS_AT_ONCE)
         self._wake = asyncio.Event()
+        self._publishing = False
 
     @staticmethod
     @asynccontextmanager
@@ -171,17 +172,26 @@ class RefitSender:
             if self._release is not None:
                 self._release.retire()
             self._release, self._base = release, release.base
-        release = self._release
         packed = time.monotonic()
-        await self._fleet.announce_version(version, pool=self._pool, max_lag=self._max_lag)
+        self._publishing = True
+        try:
+            report = await self._announce_and_send(self._release)
+        finally:
+            self._publishing = False
+            self._wake.set()
+        return replace(report, seconds=time.monotonic() - began, pack_seconds=packed - began)
+
+    async def _announce_and_send(self, release: Release) -> RefitReport:
+        await self._fleet.announce_version(release.version, pool=self._pool, max_lag=self._max_lag)
         workers = _reachable(await self._fleet.list(self._pool))
-        ready = [worker for worker in workers if self._takes(worker, release)]
+        ready = [
+            worker for worker in workers if worker.id not in self._behind and self._takes(worker, release)
+        ]
         commits, failed = await self._send_all(release, ready)
-        self._wake.set()
         return RefitReport(
-            version=version,
-            seconds=time.monotonic() - began,
-            pack_seconds=packed - began,
+            version=release.version,
+            seconds=0.0,
+            pack_seconds=0.0,
             bytes=(release.delta or release.base).size,
             gate_seconds=max((commit.gate_seconds for commit in commits.values()), default=0.0),
             in_flight=sum(commit.in_flight for commit in commits.values()),
@@ -242,7 +252,7 @@ class RefitSender:
 
     def _takes(self, worker: WorkerView, release: Release) -> bool:
         """True if a publish may send to this worker: it holds a version of ours, or needs none."""
-        return worker.id not in self._behind and (release.delta is None or self._serves(worker) is not None)
+        return release.delta is None or self._serves(worker) is not None
 
     async def _publish_to(self, worker: WorkerView, release: Release, turn: asyncio.Lock) -> Commit:
         async with self._lock(worker.id):
@@ -333,7 +343,9 @@ class RefitSender:
         ):
             await self._fleet.announce_version(release.version, pool=self._pool, max_lag=self._max_lag)
         for worker in _reachable(view):
-            if worker.id not in self._behind and self._is_behind(worker, release):
+            if worker.id in self._behind or (self._publishing and self._takes(worker, release)):
+                continue
+            if self._is_behind(worker, release):
                 task = asyncio.create_task(self._catch_up(worker), name=f"catch-up {worker.id}")
                 self._behind[worker.id] = task
                 task.add_done_callback(partial(self._caught_up, worker.id))
