@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -86,6 +87,13 @@ def test_a_full_shared_memory_makes_room_and_then_gives_up(
     second = put(store, bytes(301))
     assert store.shared.path(first) is None
     assert store.shared.path(second) is not None
+
+
+def test_a_cleared_shared_memory_costs_speed_only(store: Store, tmp_path: Path) -> None:
+    first = put(store, b"hello")
+    shutil.rmtree(next((tmp_path / "shm").iterdir()))
+    assert bytes(store.open(put(store, b"world"))) == b"world"
+    assert bytes(store.open(first)) == b"hello"
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(

@@ -5,6 +5,7 @@ BASE/omnifleet-media-ID/KIND/DIGEST. Everything here is on disk too, so leaving 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -78,11 +79,16 @@ class SharedTier:
         return path if placed else None
 
     def _place(self, path: Path, data: memoryview) -> bool:
-        path.parent.mkdir(exist_ok=True)
         while True:
             try:
+                path.parent.mkdir(exist_ok=True)
                 write_whole(path, data, scratch_dir=self._root)
             except OSError as error:
+                if (
+                    error.errno == errno.ENOENT
+                ):  # somebody cleared the folder: readers stream from disk instead
+                    self.refused += 1
+                    return False
                 if error.errno not in FULL:
                     raise
             else:

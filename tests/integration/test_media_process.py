@@ -1,0 +1,189 @@
+"""The media service as a real process: kills, restarts, clean stops, the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from omnifleet.auth import Scope
+from omnifleet.client.media import MediaClient
+from omnifleet.service import load_tokens, peer, process_lives, read_records
+from omnifleet.types import MediaRef
+from tests.contract.media_world import pixels_of, png
+
+COMMAND = (sys.executable, "-m", "omnifleet_media")
+
+
+@asynccontextmanager
+async def service(run_dir: Path, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        "serve",
+        "--run-dir",
+        str(run_dir),
+        "--set",
+        f"media.shared_memory={run_dir / 'shm'}",
+        "--set",
+        "media.processors=[]",
+        *options,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@asynccontextmanager
+async def client_of(run_dir: Path, address: str = "") -> AsyncIterator[MediaClient]:
+    secret = load_tokens(run_dir).secret(Scope.OPERATOR)
+    address = address or await peer(run_dir, "media", deadline_s=30)
+    async with MediaClient.open(address, secret, deadline_s=30) as client:
+        yield client
+
+
+async def run(*arguments: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    return process.returncode or 0, output.decode()
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+class Uploads:
+    """Uploads without end; remembers what was acknowledged and tells when a round has had its share."""
+
+    def __init__(self) -> None:
+        self.acknowledged: dict[int, MediaRef] = {}
+        self.enough = asyncio.Event()
+        self._goal = 0
+
+    def ask_for(self, more: int) -> None:
+        self.enough.clear()
+        self._goal = len(self.acknowledged) + more
+
+    async def go(self, client: MediaClient, seeds: range) -> None:
+        for seed in seeds:
+            self.acknowledged[seed] = await client.put_image(png(seed), "run")
+            if len(self.acknowledged) >= self._goal:
+                self.enough.set()
+
+
+async def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    uploads = Uploads()
+    children: list[int] = []
+    for first in (0, 4000):
+        async with service(tmp_path) as process, client_of(tmp_path) as client:
+            uploads.ask_for(40)
+            tasks = [
+                asyncio.create_task(uploads.go(client, range(first + k, first + 4000, 4))) for k in range(4)
+            ]
+            async with asyncio.timeout(60):
+                await uploads.enough.wait()
+            children += children_of(process.pid)
+            process.kill()
+            await process.wait()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    async with service(tmp_path), client_of(tmp_path) as client:
+        assert len(uploads.acknowledged) >= 80
+        for seed, ref in uploads.acknowledged.items():
+            assert (await client.frame(ref) == pixels_of(png(seed))).all()
+        assert (await client.verify()).corrupt == ()
+        assert len(list((tmp_path / "shm").iterdir())) == 1  # the folders of the killed are gone
+        await client.collect(1 << 40)
+        assert (await client.collect(1 << 40, dry_run=True)).orphans == 0
+    assert children
+    assert not any(process_lives(pid) for pid in children)
+
+
+async def test_a_client_lives_through_a_restart(tmp_path: Path) -> None:
+    async with service(tmp_path) as process:
+        address = await peer(tmp_path, "media", deadline_s=30)
+        async with client_of(tmp_path, address) as client:
+            ref = await client.put_image(png(), "run", durable=True)
+            process.kill()
+            await process.wait()
+            asking = asyncio.create_task(client.frame(ref))
+            async with service(tmp_path, "--listen", address):
+                assert (await asking == pixels_of(png())).all()
+
+
+async def test_a_stop_is_clean(tmp_path: Path) -> None:
+    async with service(tmp_path) as process:
+        async with client_of(tmp_path) as client:
+            await client.put_image(png(), "run")
+        children = children_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            await process.wait()
+        assert process.returncode == 0
+    assert children
+    assert not any(process_lives(pid) for pid in children)
+    assert not list((tmp_path / "shm").iterdir())
+
+
+async def test_the_decoder_can_be_killed(tmp_path: Path) -> None:
+    async with service(tmp_path) as process, client_of(tmp_path) as client:
+        await client.put_image(png(0), "run")
+        for pid in children_of(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        assert (await client.frame(await client.put_image(png(1), "run")) == pixels_of(png(1))).all()
+
+
+async def test_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(3, (40, 30)))
+    where = ("--run-dir", str(tmp_path))
+    async with service(tmp_path):
+        await peer(tmp_path, "media", deadline_s=30)
+        code, text = await run("put", str(tmp_path / "a.png"), "--durable", *where)
+        assert code == 0, text
+        digest = text.split()[0]
+        assert re.fullmatch(r"[0-9a-f]{64}  40x30  \S+a\.png\n", text)
+        code, text = await run("get", f"media://{digest}", "-o", str(tmp_path / "b.png"), *where)
+        assert code == 0, text
+        assert (np.asarray(Image.open(tmp_path / "b.png")) == pixels_of(png(3, (40, 30)))).all()
+        code, text = await run("stat", digest, *where)
+        assert (code, "40x30" in text, "shared_memory" in text) == (0, True, True), text
+        code, text = await run("verify", *where)
+        assert (code, text) == (0, "checked 3 blobs, 0 corrupt\n")
+        code, text = await run("gc", "--target-bytes", "0", *where)
+        assert (code, text.startswith("freed ")) == (0, True), text
+        code, text = await run("stat", digest, *where)
+        assert (code, "not_found" in text, "Traceback" in text) == (1, True, False), text
+
+
+async def test_a_taken_port_and_a_bad_setting_are_one_line(tmp_path: Path) -> None:
+    async with service(tmp_path / "one"):
+        address = await peer(tmp_path / "one", "media", deadline_s=30)
+        code, text = await run("serve", "--run-dir", str(tmp_path / "two"), "--listen", address)
+        assert (code, "port_taken" in text, "media.listen" in text) == (1, True, True), text
+        assert "Traceback" not in text
+    code, text = await run("serve", "--run-dir", str(tmp_path / "two"), "--set", "media.disk_bites=1")
+    assert (code, "did you mean 'disk_bytes'" in text, text.count("\n")) == (1, True, 1), text
+
+
+async def test_the_record_says_where_the_service_is(tmp_path: Path) -> None:
+    async with service(tmp_path) as process:
+        await peer(tmp_path, "media", deadline_s=30)
+        record = read_records(tmp_path)["media"]
+        assert record.pid == process.pid
+        async with client_of(tmp_path, record.grpc) as client:
+            assert (await client.status()).state == "serving"
