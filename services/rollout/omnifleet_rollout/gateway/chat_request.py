@@ -177,7 +177,7 @@ def _version(value: Any, target: WeightVersion | None) -> WeightVersion:
     name, colon, number = text.rpartition(":")
     run, slash, lineage = name.partition("/")
     if number.isdecimal() and not isinstance(value, bool):
-        if colon and slash and run and lineage:
+        if colon and slash and lineage:
             return WeightVersion(run, lineage, int(number))
         if not colon and target is not None:
             return WeightVersion(target.run, target.lineage, int(number))
