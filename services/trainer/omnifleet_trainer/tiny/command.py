@@ -1,0 +1,103 @@
+"""The tiny model on disk: made once for each version of its making, then taken from the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from filelock import FileLock, Timeout
+
+from omnifleet.errors import OmnifleetError, Reason
+
+LOCK_SECONDS = 600.0
+SOURCES = ("checkpoint.py", "scenes.py", "warmstart.py")
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/omnifleet``, else ``~/.cache/omnifleet``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnifleet"
+
+
+def recipe_digest(*, seed: int, warm: bool = True) -> str:
+    """16 hex digits over the arguments and the source code that makes the model."""
+    digest = hashlib.sha256(json.dumps({"seed": seed, "warm": warm}).encode())
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def ensure_tiny_model(cache: Path | None = None, *, seed: int = 0) -> Path:
+    """The folder of the warm-started tiny checkpoint, made under ``cache`` (default: the user's) if not there yet.
+
+    Several processes may ask at once: one makes it, the others wait up to LOCK_SECONDS. Raises OmnifleetError:
+    ``deadline`` (retryable) when that wait runs out, ``disk_full`` where the folder cannot be written.
+    """
+    cache = cache or cache_folder()
+    folder = cache / f"tiny-{recipe_digest(seed=seed)}"
+    if (folder / "warmstart.json").exists():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{folder.name}.lock", timeout=LOCK_SECONDS):
+            if not (folder / "warmstart.json").exists():
+                make_tiny_model(folder, seed=seed)
+    except Timeout as error:
+        message = f"another process has been making {folder} for {LOCK_SECONDS:.0f} s"
+        raise OmnifleetError(Reason.DEADLINE, message, retryable=True) from error
+    except OSError as error:
+        raise OmnifleetError(
+            Reason.DISK_FULL, f"cannot write {folder}: {error}", knob="XDG_CACHE_HOME"
+        ) from error
+    return folder
+
+
+def make_tiny_model(out: Path, *, seed: int = 0, warm: bool = True) -> None:
+    """Write the checkpoint (warm-started unless told otherwise) and ``warmstart.json`` beside ``out``, then rename.
+
+    ``out`` appears whole or not at all; an older folder of that name is replaced. Raises OSError.
+    """
+    from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+    from omnifleet_trainer.tiny.warmstart import warm_start
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+        made = Path(scratch) / "model"
+        write_checkpoint(made, seed=seed)
+        if warm:
+            report = warm_start(made, seed=seed)
+            (made / "warmstart.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        if out.exists():
+            shutil.rmtree(out)
+        made.rename(out)
+
+
+def tiny_model(
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default: the user's cache.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the scenes and the warm start.")] = 0,
+    warm_start: Annotated[
+        bool, typer.Option(help="Run the supervised phase; without it the weights are random.")
+    ] = True,
+) -> None:
+    """Make the tiny vision-language model of the CPU demo (3 MB) and print its folder.
+
+    It is warm-started for less than a minute on synthetic scenes until it answers in format with middling accuracy.
+    """
+    if out is None and warm_start:
+        folder = ensure_tiny_model(seed=seed)
+    else:
+        folder = out or cache_folder() / f"tiny-{recipe_digest(seed=seed, warm=False)}"
+        if (folder / "config.json").exists() and out is None:
+            typer.echo(folder)
+            return
+        if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
+            raise OmnifleetError(
+                Reason.CONFLICT, f"{folder} is there and holds no checkpoint; not replaced", knob="--out"
+            )
+        make_tiny_model(folder, seed=seed, warm=warm_start)
+    typer.echo(folder)
