@@ -49,7 +49,7 @@ async def test_samples_stay_together_with_their_own_seeds_and_spans(tmp_path: Pa
             assert [(s.start, s.end, s.version) for s in sample.spans] == [(i, i + 1, v(0)) for i in range(4)]
         requests = one.requests or two.requests
         assert sorted(r.identity.sample for r in requests) == [0, 1, 2]
-        assert here.gateway.dispatcher.runs["test"]["tokens"] == 12
+        assert here.gateway.dispatcher.accounts.runs["test"]["tokens"] == 12
         assert here.gateway.counters.count("samples_finished") == 3
         assert here.gateway.dispatcher.requests == 0
 

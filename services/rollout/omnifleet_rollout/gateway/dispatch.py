@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 import grpc
 
 from omnifleet.client.fleet import WorkerView
-from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
+from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.telemetry.counters import Counters
-from omnifleet.types import FinishReason, LogprobsMode
+from omnifleet.types import FinishReason
 from omnifleet.wire import rollout_pb2
 from omnifleet.wire.errors import from_detail, to_detail
 from omnifleet_rollout.fleet.service import Fleet
+from omnifleet_rollout.gateway.accounts import Accounts
+from omnifleet_rollout.gateway.checks import check, one_sample
 from omnifleet_rollout.gateway.flight import Flight
 from omnifleet_rollout.gateway.links import Links, meaning
 from omnifleet_rollout.gateway.placement import Placement
@@ -31,9 +33,7 @@ _PATIENCE = (Reason.VERSION_TOO_OLD, Reason.OVERLOADED)
 _ELSEWHERE = (*_LOST, *_PATIENCE, Reason.DRAINING, Reason.FENCED)
 _AVOID_S = 1.0
 _VERSION_LOOK_S = 0.25
-_RUNS = 256
 _GUARD_S = 0.05
-MAX_SAMPLES = 1024
 
 
 @dataclass(slots=True)
@@ -61,14 +61,14 @@ class Dispatcher:
         eos: Callable[[], Collection[int]] = tuple,
         decode: Callable[[], Decode | None] = lambda: None,
     ) -> None:
-        self._fleet, self._links, self._counters = fleet, links, counters
+        self._fleet, self._links = fleet, links
+        self.accounts = Accounts(counters)
         self._router = router
         self._placement = Placement(fleet, router)
         self._attempts = attempts
         self._eos, self._decode = eos, decode
         self._flights: dict[str, Flight] = {}
         self._calls: dict[str, list[_Call]] = {}
-        self.runs: OrderedDict[str, Counter[str]] = OrderedDict()
 
     @property
     def waiting(self) -> int:
@@ -99,7 +99,7 @@ class Dispatcher:
         try:
             workers = await self._first(flight)
             for index, worker in enumerate(workers):
-                sampling = _one(request.sampling, index)
+                sampling = one_sample(request.sampling, index)
                 flight.tasks.append(
                     asyncio.create_task(self._sample(flight, Progress(index, sampling), worker))
                 )
@@ -115,15 +115,15 @@ class Dispatcher:
         try:
             self._router.admit(run, n, self._quota(run))
         except OmnifleetError as error:
-            self.refused(error)
+            self.accounts.refuse(error)
             raise
-        self._count(run, requests=1, samples=n)
+        self.accounts.add(run, requests=1, samples=n)
 
     async def _first(self, flight: Flight) -> list[str]:
         try:
             return await self._placement.first(flight)
         except OmnifleetError as error:
-            self.refused(error)
+            self.accounts.refuse(error)
             raise
 
     async def _events(self, flight: Flight, n: int) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
@@ -184,7 +184,7 @@ class Dispatcher:
                 avoid[worker] = _now() + _pause(error)
                 if error.reason in _LOST:
                     self._fleet.lost(worker, error.message)
-                self._counters.add("retries")
+                self.accounts.note("retries")
                 log.info("request %s sample %d: %s", flight.request.request_id, progress.index, error)
             finally:
                 self._router.give_back(worker)
@@ -193,7 +193,8 @@ class Dispatcher:
                 self._end(flight, progress, progress.finished(reason))
                 return
             worker = await self._placement.again(flight, avoid)
-            self._counters.add("continuations", bool(progress.token_ids))
+            if progress.token_ids:
+                self.accounts.note("continuations")
 
     def _judge(
         self, flight: Flight, progress: Progress, error: OmnifleetError, failures: Counter[Reason]
@@ -245,7 +246,7 @@ class Dispatcher:
                 await flight.see(event.prompt)
             case "chunk":
                 progress.take(event.chunk)
-                self._count(flight.ask.run, tokens=len(event.chunk.token_ids))
+                self.accounts.add(flight.ask.run, tokens=len(event.chunk.token_ids))
                 await flight.put(event)
             case "finished":
                 if event.finished.finish_reason == FinishReason.ABORT:
@@ -269,12 +270,12 @@ class Dispatcher:
         return request
 
     def _end(self, flight: Flight, progress: Progress, event: rollout_pb2.GenerateEvent) -> None:
-        self._count(flight.ask.run, samples_finished=1)
+        self.accounts.add(flight.ask.run, samples_finished=1)
         flight.put_last(event)
 
     def _fail(self, flight: Flight, progress: Progress, error: OmnifleetError) -> None:
-        self._count(flight.ask.run, samples_failed=1)
-        self.refused(error)
+        self.accounts.add(flight.ask.run, samples_failed=1)
+        self.accounts.refuse(error)
         failed = rollout_pb2.SampleFailed(error=to_detail(error))
         flight.put_last(rollout_pb2.GenerateEvent(sample=progress.index, failed=failed))
 
@@ -325,19 +326,6 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ accounts
 
-    def refused(self, error: OmnifleetError) -> None:
-        """Count a refusal by its reason."""
-        self._counters.add(f"refusals_{error.reason}")
-
-    def _count(self, run: str, **amounts: int) -> None:
-        account = self.runs.setdefault(run, Counter())
-        self.runs.move_to_end(run)
-        while len(self.runs) > _RUNS:
-            self.runs.popitem(last=False)
-        for name, amount in amounts.items():
-            account[name] += amount
-            self._counters.add(name, amount)
-
     def _quota(self, run: str) -> int:
         return sum(pool.quota for pool in self._fleet.registry.pools_of(run) if pool.run == run)
 
@@ -345,37 +333,6 @@ class Dispatcher:
         return min(
             (pool.priority for pool in self._fleet.registry.pools_of(run) if pool.run == run), default=0
         )
-
-
-def check(request: rollout_pb2.GenerateRequest) -> None:
-    """What can be refused before a worker is asked. Raises INVALID_REQUEST."""
-    sampling = request.sampling
-    if not request.request_id:
-        raise invalid("request_id must not be empty")
-    if not request.tokens.token_ids:
-        raise invalid("the prompt has no tokens")
-    if not 1 <= sampling.n <= MAX_SAMPLES or sampling.max_tokens < 1:
-        raise invalid(
-            f"sampling.n {sampling.n} must be in 1..{MAX_SAMPLES}, max_tokens {sampling.max_tokens} at least 1"
-        )
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-        raise invalid(f"temperature {sampling.temperature} must be >= 0 and top_p {sampling.top_p} in (0, 1]")
-    if request.expected_logprobs_mode not in ("", *LogprobsMode):
-        raise invalid(
-            f"expected_logprobs_mode {request.expected_logprobs_mode!r}: allowed are raw, processed"
-        )
-    if request.continuation.token_ids:
-        raise invalid("continuation is between the gateway and workers; ask for the whole reply")
-
-
-def _one(sampling: rollout_pb2.Sampling, index: int) -> rollout_pb2.Sampling:
-    """Sampling of the index-th sample; each has its own seed."""
-    one = rollout_pb2.Sampling()
-    one.CopyFrom(sampling)
-    one.n = 1
-    if one.HasField("seed"):
-        one.seed = (one.seed + index) % (1 << 63)
-    return one
 
 
 def _pause(error: OmnifleetError) -> float:

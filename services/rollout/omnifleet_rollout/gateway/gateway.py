@@ -136,7 +136,7 @@ class Gateway:
         for worker in view.workers:
             load = f"{self.dispatcher.load(worker)}/{worker.max_running}"
             facts[f"worker {worker.id}"] = f"{worker.state} {worker.version or 'no version'} load {load}"
-        for run, account in self.dispatcher.runs.items():
+        for run, account in self.dispatcher.accounts.runs.items():
             facts[f"run {run or 'default'}"] = ", ".join(f"{n} {what}" for what, n in sorted(account.items()))
         return common_pb2.ServiceStatus(
             service="gateway",
@@ -179,7 +179,7 @@ class Gateway:
             "target_version": str(view.target_version) if view.target_version else None,
             "revision": view.revision,
             "queue_depth": int(self._queue_depth()),
-            "runs": {run: dict(account) for run, account in self.dispatcher.runs.items()},
+            "runs": {run: dict(account) for run, account in self.dispatcher.accounts.runs.items()},
         }
 
     def _states(self) -> Counter[WorkerState]:
