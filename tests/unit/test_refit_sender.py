@@ -50,7 +50,7 @@ class Worker(refit_pb2_grpc.RefitServicer):
     staged: tuple[WeightVersion, Weights] | None = None
     bytes_read: list[int] = field(default_factory=list)
     parents: list[str] = field(default_factory=list)
-    fail_stage: bool = False
+    fail_stage: Reason | None = None
     fail_commit: bool = False
     lose_reply: bool = False
     hold: asyncio.Event | None = None
@@ -63,7 +63,7 @@ class Worker(refit_pb2_grpc.RefitServicer):
         if self.hold is not None:
             await self.hold.wait()
         if self.fail_stage:
-            raise OmnifleetError(Reason.REFIT_REJECTED, "told to fail")
+            raise OmnifleetError(self.fail_stage, "told to fail")
         m = request.manifest
         parent = version_from_wire(m.parent) if m.HasField("parent") else None
         if parent is not None and (self.fenced or parent != self.version):
@@ -261,11 +261,11 @@ async def test_one_worker_fails_and_the_others_commit(tmp_path: Path) -> None:
     async with fleet_of(3, tmp_path) as fleet:
         await fleet.publish(0)
         bad = fleet.registry.workers["w1"]
-        bad.fail_stage = True
+        bad.fail_stage = Reason.REFIT_REJECTED
         report = await fleet.publish(1)
         assert report.ok == ("w0", "w2") and "told to fail" in report.failed["w1"]
         assert holds(bad, 0)
-        bad.fail_stage = False
+        bad.fail_stage = None
         async with keeping_up(fleet):
             await until(lambda: holds(bad, 1))
 
@@ -328,10 +328,10 @@ async def test_a_worker_that_missed_versions_takes_the_newest_delta(tmp_path: Pa
     async with fleet_of(2, tmp_path) as fleet:
         await fleet.publish(0)
         missed = fleet.registry.workers["w1"]
-        missed.fail_stage = True
+        missed.fail_stage = Reason.UNAVAILABLE
         await fleet.publish(1, changed=("b",))
         await fleet.publish(2, changed=("b",))
-        missed.fail_stage = False
+        missed.fail_stage = None
         report = await fleet.publish(3)
         assert report.ok == ("w0", "w1") and holds(missed, 3)
         assert missed.parents[-1] == "r/l:0"

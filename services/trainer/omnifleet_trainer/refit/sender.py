@@ -15,7 +15,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from omnifleet.client.fleet import FleetClient, FleetView, WorkerView
 from omnifleet.client.refit import Commit, RefitClient
@@ -96,6 +95,7 @@ class RefitSender:
         self._release: Release | None = None
         self._issued: dict[WeightVersion, None] = {}
         self._at: dict[str, tuple[WeightVersion, float]] = {}
+        self._broken: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._composing = asyncio.Lock()
         self._behind: dict[str, asyncio.Task[None]] = {}
@@ -264,21 +264,30 @@ class RefitSender:
         """Stage, then commit (in turn). Until the worker says so, nothing is known of what it serves."""
         self._at.pop(worker.id, None)
         self._issue(parcel.version)
-        with parcel.transfer.in_use():
-            async with RefitClient.open(worker.grpc_address, self._secret) as client:
-                seen = await client.stage(
-                    parcel.manifest, parcel.transfer.path, parcel.transfer.size, deadline_s=self._timeout_s
-                )
-                if seen != parcel.version.manifest_digest:
-                    await client.abort(seen, "the digests of the manifest differ")
-                    raise OmnifleetError(
-                        Reason.REFIT_REJECTED,
-                        f"{worker.id} reads manifest {seen[:12]}, the sender made {parcel.version}",
-                    )
-                async with turn or _no_turn():
-                    commit = await client.commit(seen, self._in_flight, deadline_s=self._timeout_s)
+        try:
+            with parcel.transfer.in_use():
+                async with RefitClient.open(worker.grpc_address, self._secret) as client:
+                    digest = await self._stage(client, worker, parcel)
+                    async with turn or _no_turn():
+                        commit = await client.commit(digest, self._in_flight, deadline_s=self._timeout_s)
+        except OmnifleetError as error:
+            if error.reason in (Reason.FENCED, Reason.REFIT_REJECTED):
+                self._broken.add(worker.id)
+            raise
+        self._broken.discard(worker.id)
         self._at[worker.id] = (commit.version, time.monotonic())
         return commit
+
+    async def _stage(self, client: RefitClient, worker: WorkerView, parcel: Parcel) -> str:
+        transfer, deadline_s = parcel.transfer, self._timeout_s
+        seen = await client.stage(parcel.manifest, transfer.path, transfer.size, deadline_s=deadline_s)
+        if seen != parcel.version.manifest_digest:
+            await client.abort(seen, "the digests of the manifest differ")
+            raise OmnifleetError(
+                Reason.REFIT_REJECTED,
+                f"{worker.id} reads manifest {seen[:12]}, the sender made {parcel.version}",
+            )
+        return seen
 
     def _issue(self, version: WeightVersion) -> None:
         self._issued[version] = None
@@ -305,7 +314,7 @@ class RefitSender:
     async def _views(self) -> AsyncGenerator[FleetView]:
         """Snapshots of the fleet: each that the registry sends, and the newest again after each publish."""
         view: FleetView | None = None
-        async with aclosing(cast(AsyncGenerator[FleetView], self._fleet.watch(self._pool))) as watch:
+        async with aclosing(self._fleet.watch(self._pool)) as watch:
             coming = asyncio.ensure_future(anext(watch))
             wake = asyncio.ensure_future(self._wake.wait())
             try:
@@ -353,6 +362,7 @@ class RefitSender:
         for gone in [id for id in self._at if id not in living]:
             del self._at[gone]
             self._locks.pop(gone, None)
+        self._broken &= living
 
     def _caught_up(self, worker: str, _: asyncio.Task[None]) -> None:
         self._behind.pop(worker, None)
@@ -403,9 +413,13 @@ class RefitSender:
         return known if known in self._issued else None
 
     def _fenced(self, worker: WorkerView) -> bool:
-        """True if the worker says that it is not whole, and did not say it before its last commit."""
+        """True if the worker needs a complete file: it failed us, or says that it is not whole.
+
+        What it said before its last commit does not count.
+        """
         committed = self._at[worker.id][1] if worker.id in self._at else float("-inf")
-        return worker.state is WorkerState.STALE and time.monotonic() - committed > _HEARTBEAT_S
+        says_so = worker.state is WorkerState.STALE and time.monotonic() - committed > _HEARTBEAT_S
+        return says_so or worker.id in self._broken
 
     def _lock(self, worker: str) -> asyncio.Lock:
         return self._locks.setdefault(worker, asyncio.Lock())
