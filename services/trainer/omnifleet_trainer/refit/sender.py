@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from omnifleet.client.fleet import FleetClient, FleetView, WorkerView
-from omnifleet.client.refit import Commit, RefitClient
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.client.refit import Commit
+from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import InFlight, WeightVersion, WorkerState
 from omnifleet_trainer.policy.port import Tensor
-from omnifleet_trainer.refit.release import Parcel, Release, first_release, next_release
+from omnifleet_trainer.refit.delivery import Delivery
+from omnifleet_trainer.refit.release import Release, first_release, next_release
+from omnifleet_trainer.refit.sightings import sightings
 from omnifleet_trainer.refit.transfer import Transfer, sweep
 
 log = logging.getLogger("omnifleet.trainer.refit")
@@ -31,11 +33,6 @@ BUCKET_BYTES = 64 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _CATCH_UPS_AT_ONCE = 4
 _ATTEMPTS = 3
-_SILENCE_S = 30.0
-"""A registry speaks at least every 10 s; after this long without a word the watch is opened again."""
-_HEARTBEAT_S = 3.0
-"""For so long after a commit a worker's report may still tell of the time before it."""
-_EDITIONS = 1024
 _DEAF = (
     WorkerState.JOINING,
     WorkerState.DRAINING,
@@ -88,15 +85,12 @@ class RefitSender:
         max_lag: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._fleet, self._secret, self._run, self._lineage, self._pool = fleet, secret, run, lineage, pool
-        self._shm_dir, self._in_flight, self._timeout_s = shm_dir, in_flight, timeout_s
-        self._rolling, self._max_lag, self._bucket_bytes = rolling, max_lag, bucket_bytes
+        self._fleet, self._run, self._lineage, self._pool = fleet, run, lineage, pool
+        self._shm_dir, self._bucket_bytes = shm_dir, bucket_bytes
+        self._rolling, self._max_lag = rolling, max_lag
         self._base: Transfer | None = None
         self._release: Release | None = None
-        self._issued: dict[WeightVersion, None] = {}
-        self._at: dict[str, tuple[WeightVersion, float]] = {}
-        self._broken: set[str] = set()
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._delivery = Delivery(secret, in_flight, timeout_s)
         self._composing = asyncio.Lock()
         self._behind: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_CATCH_UPS_AT_ONCE)
@@ -252,47 +246,15 @@ class RefitSender:
 
     def _takes(self, worker: WorkerView, release: Release) -> bool:
         """True if a publish may send to this worker: it holds a version of ours, or needs none."""
-        return release.delta is None or self._serves(worker) is not None
+        return release.delta is None or self._delivery.serves(worker) is not None
 
     async def _publish_to(self, worker: WorkerView, release: Release, turn: asyncio.Lock) -> Commit:
-        async with self._lock(worker.id):
-            parent = self._serves(worker)
+        async with self._delivery.turn(worker.id):
+            parent = self._delivery.serves(worker)
+            if parent is None and release.delta is not None:
+                raise retryable(Reason.CONFLICT, f"{worker.id} needs a complete file; it catches up alone")
             parcel = release.complete() if parent is None else release.on_top_of(parent)
-            return await self._send(worker, parcel, turn if self._rolling else None)
-
-    async def _send(self, worker: WorkerView, parcel: Parcel, turn: asyncio.Lock | None = None) -> Commit:
-        """Stage, then commit (in turn). Until the worker says so, nothing is known of what it serves."""
-        self._at.pop(worker.id, None)
-        self._issue(parcel.version)
-        try:
-            with parcel.transfer.in_use():
-                async with RefitClient.open(worker.grpc_address, self._secret) as client:
-                    digest = await self._stage(client, worker, parcel)
-                    async with turn or _no_turn():
-                        commit = await client.commit(digest, self._in_flight, deadline_s=self._timeout_s)
-        except OmnifleetError as error:
-            if error.reason in (Reason.FENCED, Reason.REFIT_REJECTED):
-                self._broken.add(worker.id)
-            raise
-        self._broken.discard(worker.id)
-        self._at[worker.id] = (commit.version, time.monotonic())
-        return commit
-
-    async def _stage(self, client: RefitClient, worker: WorkerView, parcel: Parcel) -> str:
-        transfer, deadline_s = parcel.transfer, self._timeout_s
-        seen = await client.stage(parcel.manifest, transfer.path, transfer.size, deadline_s=deadline_s)
-        if seen != parcel.version.manifest_digest:
-            await client.abort(seen, "the digests of the manifest differ")
-            raise OmnifleetError(
-                Reason.REFIT_REJECTED,
-                f"{worker.id} reads manifest {seen[:12]}, the sender made {parcel.version}",
-            )
-        return seen
-
-    def _issue(self, version: WeightVersion) -> None:
-        self._issued[version] = None
-        while len(self._issued) > _EDITIONS:
-            del self._issued[next(iter(self._issued))]
+            return await self._delivery.send(worker, parcel, turn if self._rolling else None)
 
     async def keep_up(self) -> None:
         """Watch the fleet and bring each worker that is not at the current version there. Runs until cancelled."""
@@ -300,7 +262,7 @@ class RefitSender:
         try:
             while True:
                 try:
-                    async with aclosing(self._views()) as views:
+                    async with aclosing(sightings(self._fleet, self._pool, self._wake)) as views:
                         async for view in views:
                             pause = _FIRST_PAUSE_S
                             await self._look(view)
@@ -310,35 +272,6 @@ class RefitSender:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
         finally:
             await self._cancel_catch_ups()
-
-    async def _views(self) -> AsyncGenerator[FleetView]:
-        """Snapshots of the fleet: each that the registry sends, and the newest again after each publish."""
-        view: FleetView | None = None
-        async with aclosing(self._fleet.watch(self._pool)) as watch:
-            coming = asyncio.ensure_future(anext(watch))
-            wake = asyncio.ensure_future(self._wake.wait())
-            try:
-                while True:
-                    done, _ = await asyncio.wait(
-                        (coming, wake), timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if not done:
-                        return
-                    if wake in done:
-                        self._wake.clear()
-                        wake = asyncio.ensure_future(self._wake.wait())
-                    if coming in done:
-                        try:
-                            view = coming.result()
-                        except StopAsyncIteration:
-                            return
-                        coming = asyncio.ensure_future(anext(watch))
-                    if view is not None:
-                        yield view
-            finally:
-                coming.cancel()
-                wake.cancel()
-                await asyncio.gather(coming, wake, return_exceptions=True)
 
     async def _look(self, view: FleetView) -> None:
         release = self._release
@@ -358,17 +291,13 @@ class RefitSender:
                 task = asyncio.create_task(self._catch_up(worker), name=f"catch-up {worker.id}")
                 self._behind[worker.id] = task
                 task.add_done_callback(partial(self._caught_up, worker.id))
-        living = {worker.id for worker in view.workers}
-        for gone in [id for id in self._at if id not in living]:
-            del self._at[gone]
-            self._locks.pop(gone, None)
-        self._broken &= living
+        self._delivery.keep({worker.id for worker in view.workers})
 
     def _caught_up(self, worker: str, _: asyncio.Task[None]) -> None:
         self._behind.pop(worker, None)
 
     def _is_behind(self, worker: WorkerView, release: Release) -> bool:
-        serves = self._serves(worker)
+        serves = self._delivery.serves(worker)
         return serves is None or serves.number < release.version.number
 
     async def _catch_up(self, worker: WorkerView) -> None:
@@ -379,50 +308,28 @@ class RefitSender:
             if release is None:
                 return
             try:
-                async with self._slots, self._lock(worker.id):
-                    commit = await self._bring(worker, release)
-                    log.info("%s caught up with %s", worker.id, commit.version)
+                async with self._slots, self._delivery.turn(worker.id):
+                    log.info("%s caught up with %s", worker.id, await self._bring(worker, release))
                     return
             except (OmnifleetError, OSError) as error:
                 log.warning("%s cannot catch up with %s: %s", worker.id, release.version, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    async def _bring(self, worker: WorkerView, release: Release) -> Commit:
+    async def _bring(self, worker: WorkerView, release: Release) -> WeightVersion:
         """Ask the worker what it serves: a reply that was lost may have left it whole. Then send what it lacks."""
-        async with RefitClient.open(worker.grpc_address, self._secret) as client:
-            serves = (await client.describe()).version
-        if serves in self._issued and not self._fenced(worker):
+        serves = await self._delivery.ask(worker)
+        if serves is not None:
             if serves.number == release.version.number:
-                self._at[worker.id] = (serves, time.monotonic())
-                return Commit(serves, 0.0, 0, 0)
-            return await self._send(worker, release.on_top_of(serves))
+                return serves
+            return (await self._delivery.send(worker, release.on_top_of(serves))).version
         try:
             async with self._composing:
                 await asyncio.to_thread(release.compose, self._shm_dir, self._bucket_bytes)
-            return await self._send(worker, release.complete())
+            return (await self._delivery.send(worker, release.complete())).version
         finally:
             if len(self._behind) <= 1 or release is not self._release:
                 release.drop_complete()
-
-    def _serves(self, worker: WorkerView) -> WeightVersion | None:
-        """The version of ours that a worker holds whole, if any: what it committed to us, else what it reports."""
-        if self._fenced(worker):
-            return None
-        known = self._at[worker.id][0] if worker.id in self._at else worker.version
-        return known if known in self._issued else None
-
-    def _fenced(self, worker: WorkerView) -> bool:
-        """True if the worker needs a complete file: it failed us, or says that it is not whole.
-
-        What it said before its last commit does not count.
-        """
-        committed = self._at[worker.id][1] if worker.id in self._at else float("-inf")
-        says_so = worker.state is WorkerState.STALE and time.monotonic() - committed > _HEARTBEAT_S
-        return says_so or worker.id in self._broken
-
-    def _lock(self, worker: str) -> asyncio.Lock:
-        return self._locks.setdefault(worker, asyncio.Lock())
 
     async def close(self) -> None:
         """Stop catch-ups and remove all transfer files. Idempotent."""
@@ -442,11 +349,6 @@ class RefitSender:
 
 def _reachable(view: FleetView) -> list[WorkerView]:
     return [worker for worker in view.workers if worker.state not in _DEAF]
-
-
-@asynccontextmanager
-async def _no_turn() -> AsyncIterator[None]:
-    yield
 
 
 def _discard(future: asyncio.Future[Release]) -> None:

@@ -1,0 +1,104 @@
+"""Parcels to workers, and what is known of the weights that each worker holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Set
+from contextlib import asynccontextmanager
+
+from omnifleet.client.fleet import WorkerView
+from omnifleet.client.refit import Commit, RefitClient
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import InFlight, WeightVersion, WorkerState
+from omnifleet_trainer.refit.release import Parcel
+
+_HEARTBEAT_S = 3.0
+"""For so long after a commit a worker's report may still tell of the time before it."""
+_EDITIONS = 1024
+"""Versions of ours that are remembered; a worker further behind gets a complete file."""
+
+
+class Delivery:
+    """Knows of each worker what it committed to us last, else what it reports. `timeout_s`: of stage and of commit."""
+
+    def __init__(self, secret: str, in_flight: InFlight, timeout_s: float) -> None:
+        self._secret, self._in_flight, self._timeout_s = secret, in_flight, timeout_s
+        self._issued: dict[WeightVersion, None] = {}
+        self._at: dict[str, tuple[WeightVersion, float]] = {}
+        self._broken: set[str] = set()
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    def turn(self, worker: str) -> asyncio.Lock:
+        """Held by whoever sends to a worker: one at a time."""
+        return self._turns.setdefault(worker, asyncio.Lock())
+
+    def serves(self, worker: WorkerView) -> WeightVersion | None:
+        """The version of ours that a worker holds whole, if any."""
+        if self._needs_complete(worker):
+            return None
+        known = self._at[worker.id][0] if worker.id in self._at else worker.version
+        return known if known in self._issued else None
+
+    async def ask(self, worker: WorkerView) -> WeightVersion | None:
+        """Like `serves`, from the worker itself. Raises OmnifleetError."""
+        async with RefitClient.open(worker.grpc_address, self._secret) as client:
+            version = (await client.describe()).version
+        if version not in self._issued or self._needs_complete(worker):
+            return None
+        self._at[worker.id] = (version, time.monotonic())
+        return version
+
+    async def send(self, worker: WorkerView, parcel: Parcel, turn: asyncio.Lock | None = None) -> Commit:
+        """Stage, then commit (in turn). Until the worker says so, nothing is known of what it serves.
+
+        Raises what the worker says, or UNAVAILABLE, DEADLINE; one that refused or was fenced needs a complete file.
+        """
+        self._at.pop(worker.id, None)
+        self._issue(parcel.version)
+        try:
+            with parcel.transfer.in_use():
+                async with RefitClient.open(worker.grpc_address, self._secret) as client:
+                    digest = await self._stage(client, worker, parcel)
+                    async with turn or _no_turn():
+                        commit = await client.commit(digest, self._in_flight, deadline_s=self._timeout_s)
+        except OmnifleetError as error:
+            if error.reason in (Reason.FENCED, Reason.REFIT_REJECTED):
+                self._broken.add(worker.id)
+            raise
+        self._broken.discard(worker.id)
+        self._at[worker.id] = (commit.version, time.monotonic())
+        return commit
+
+    def keep(self, living: Set[str]) -> None:
+        """Forget workers that are gone."""
+        self._at = {id: known for id, known in self._at.items() if id in living}
+        self._turns = {id: turn for id, turn in self._turns.items() if id in living or turn.locked()}
+        self._broken &= living
+
+    async def _stage(self, client: RefitClient, worker: WorkerView, parcel: Parcel) -> str:
+        transfer, deadline_s = parcel.transfer, self._timeout_s
+        seen = await client.stage(parcel.manifest, transfer.path, transfer.size, deadline_s=deadline_s)
+        if seen != parcel.version.manifest_digest:
+            await client.abort(seen, "the digests of the manifest differ")
+            raise OmnifleetError(
+                Reason.REFIT_REJECTED,
+                f"{worker.id} reads manifest {seen[:12]}, the sender made {parcel.version}",
+            )
+        return seen
+
+    def _issue(self, version: WeightVersion) -> None:
+        self._issued[version] = None
+        while len(self._issued) > _EDITIONS:
+            del self._issued[next(iter(self._issued))]
+
+    def _needs_complete(self, worker: WorkerView) -> bool:
+        """True if the worker failed us, or says that it is not whole, and did not say so before its last commit."""
+        committed = self._at[worker.id][1] if worker.id in self._at else float("-inf")
+        says_so = worker.state is WorkerState.STALE and time.monotonic() - committed > _HEARTBEAT_S
+        return says_so or worker.id in self._broken
+
+
+@asynccontextmanager
+async def _no_turn() -> AsyncIterator[None]:
+    yield
