@@ -26,7 +26,9 @@ def expand_placeholders(token_ids: Sequence[int], placeholder: int, counts: Sequ
     return expanded
 
 
-def placeholder_ranges(token_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[tuple[int, int]]:
+def placeholder_ranges(
+    token_ids: Sequence[int], placeholder: int, counts: Sequence[int]
+) -> list[tuple[int, int]]:
     """(offset, length) of each item's features within the expanded prompt of the same arguments."""
     ranges, position, remaining = [], 0, iter(counts)
     for token in token_ids:

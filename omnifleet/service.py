@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +28,8 @@ from omnifleet.wire.server import INSTANCE
 
 Section = TypeVar("Section", bound=StrictModel)
 _POLL_S = 0.05
+TYPED_EXIT = 2
+"""Exit status after one clear line: starting the process again cannot help."""
 _HOST = socket.gethostname()
 
 
@@ -121,11 +124,10 @@ async def until_stopped() -> None:
             loop.remove_signal_handler(number)
 
 
-def run_to_exit(main: Any, *, plain: bool = True) -> None:
+def run_to_exit(main: Any) -> None:
     """Run a service coroutine; an OmnifleetError ends the process with one clear line and status 2."""
     try:
         asyncio.run(main)
     except OmnifleetError as error:
-        if not plain:
-            raise
-        raise SystemExit(f"omnifleet: {error}") from None
+        print(f"omnifleet: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(TYPED_EXIT) from None

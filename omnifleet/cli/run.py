@@ -174,6 +174,7 @@ def train(
     was_up = is_up(loaded.run_dir)
     run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
     want(run_dir, train=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
     try:
         finished = watch_training(run_dir, loaded.trainer.steps, console)
     except KeyboardInterrupt:

@@ -37,17 +37,9 @@ def worker_spec(
     run_dir: Path, recipe: Recipe, name: str, *, as_json: bool = False, engine: str = "vllm"
 ) -> ProcessSpec:
     """Command of one rollout worker."""
-    command = [
-        *_omnifleet(),
-        "rollout",
-        "serve",
-        "--run-dir",
-        str(run_dir),
-        "--name",
-        name,
-        "--engine",
-        engine,
-    ]
+    kind, _, token_s = engine.partition(":")  # "fake:0.05": a fake engine that takes 50 ms a token
+    command = [*_omnifleet(), "rollout", "serve", "--run-dir", str(run_dir), "--name", name, "--engine", kind]
+    command += ["--fake-token-s", token_s] if token_s else []
     on_gpu = recipe.rollout.engine.kv_cache_memory_bytes is None
     resources = {"CPU": 1.0, "GPU": float(recipe.rollout.engine.tensor_parallel_size if on_gpu else 0)}
     return ProcessSpec(name, command + _log_flag(as_json), {}, run_dir / "logs" / f"{name}.log", resources)

@@ -22,7 +22,7 @@ from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError
 from omnifleet.launch.plan import ORDER, service_spec, worker_spec
 from omnifleet.launch.port import Handle, Launcher, ProcessSpec
-from omnifleet.service import load_tokens, read_records
+from omnifleet.service import TYPED_EXIT, load_tokens, read_records
 from omnifleet.types import WorkerState
 
 log = logging.getLogger("omnifleet.supervisor")
@@ -31,7 +31,6 @@ _TICK_S = 0.2
 _STOP_GRACE_S = 15.0
 _QUICK_DEATH_S = 20.0
 _GIVE_UP_AFTER = 3
-_TYPED_EXIT = 2  # the process said one clear line: starting it again cannot help
 
 
 @dataclass
@@ -119,7 +118,7 @@ class Supervisor:
             watched.state = "done"
             return
         watched.quick_deaths = watched.quick_deaths + 1 if now - watched.started < _QUICK_DEATH_S else 1
-        if code == _TYPED_EXIT or watched.quick_deaths >= _GIVE_UP_AFTER:
+        if code == TYPED_EXIT or watched.quick_deaths >= _GIVE_UP_AFTER:
             watched.state = "failed"
             self._fail(watched.spec, code)
             return
@@ -197,7 +196,7 @@ class Supervisor:
             quick = now - watched.started < _QUICK_DEATH_S
             self._worker_quick_deaths = self._worker_quick_deaths + 1 if quick else 1
             self._worker_retry_at = now + 0.5 * 2 ** (self._worker_quick_deaths - 1)
-            if code == _TYPED_EXIT or self._worker_quick_deaths >= _GIVE_UP_AFTER:
+            if code == TYPED_EXIT or self._worker_quick_deaths >= _GIVE_UP_AFTER:
                 self._worker_quick_deaths = _GIVE_UP_AFTER
                 self._fail(watched.spec, code)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +52,10 @@ def fake_token(prompt: Sequence[int], seed: int, position: int) -> int:
     return 2 + int.from_bytes(blake3(text).digest(4), "little") % (VOCABULARY - 2)
 
 
+async def _four_features(ref: MediaRef, run: str) -> int:
+    return IMAGE_FEATURES
+
+
 @dataclass(slots=True)
 class _Running:
     request: EngineRequest
@@ -63,6 +67,7 @@ class FakeEngine:
     """Implements `Engine`. `token_s`: seconds a token; 0 still yields to the loop before each.
 
     stop_after: position of the EOS token; None = run to max_tokens. fail_commit: the next commit breaks half-way.
+    image_token, count_features: placeholder of a picture and how many positions it takes, as a real checkpoint says.
     """
 
     def __init__(
@@ -74,9 +79,12 @@ class FakeEngine:
         max_model_len: int = 2048,
         max_num_seqs: int = 16,
         table: Sequence[refit_pb2.TensorSpec] | None = None,
+        image_token: int = IMAGE_TOKEN,
+        count_features: Callable[[MediaRef, str], Awaitable[int]] | None = None,
     ) -> None:
         self.token_s, self.stop_after = token_s, stop_after
         self.fail_commit = False
+        self._image_token, self._count_features = image_token, count_features or _four_features
         self._facts = EngineFacts(
             "fake 0", "fake", logprobs_mode, max_model_len, max_num_seqs, tuple(table or fake_table())
         )
@@ -105,7 +113,8 @@ class FakeEngine:
             running.ended.set()
 
     async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
-        expanded = expand_placeholders(token_ids, IMAGE_TOKEN, [IMAGE_FEATURES] * len(media))
+        counts = [await self._count_features(ref, run) for ref in media]
+        expanded = expand_placeholders(token_ids, self._image_token, counts)
         if len(expanded) >= self._facts.max_model_len:
             raise invalid(
                 f"the prompt has {len(expanded)} tokens, max_model_len is {self._facts.max_model_len}",

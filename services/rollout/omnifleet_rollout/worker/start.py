@@ -9,11 +9,15 @@ from typing import Any
 import yaml
 
 from omnifleet.auth import Scope, Tokens
+from omnifleet.client.media import MediaClient
 from omnifleet.config.load import apply_overrides
 from omnifleet.config.services import RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.processor import image_token_id, read_image_processor
 from omnifleet.service import load_section, load_tokens, peer, run_to_exit
 from omnifleet.telemetry.logs import set_up_logs
+from omnifleet.types import MediaRef
+from omnifleet_rollout.engine.checkpoint import read_table
 from omnifleet_rollout.engine.port import Engine
 from omnifleet_rollout.worker.command import run_worker
 
@@ -58,14 +62,7 @@ async def _run(options: Options) -> None:
 
 def _make_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Engine:
     if options.engine == "fake":
-        from omnifleet_rollout.engine.fake import FakeEngine
-
-        return FakeEngine(
-            token_s=options.fake_token_s,
-            logprobs_mode=config.logprobs_mode,
-            max_model_len=config.engine.max_model_len,
-            max_num_seqs=config.engine.max_num_seqs,
-        )
+        return _fake_engine(options, config, tokens)
     model = model_folder(options)  # before anything heavy is imported
     from omnifleet_rollout.engine.vllm_engine import VllmEngine
 
@@ -74,6 +71,31 @@ def _make_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Eng
         config,
         find_media=lambda: peer(options.run_dir, "media", given=options.media),
         secret=tokens.secret(Scope.SERVICE),
+    )
+
+
+def _fake_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Engine:
+    """A fake that takes the place of the recipe's model, if there is one: its tensor table, its pictures' sizes."""
+    from omnifleet_rollout.engine.fake import FakeEngine
+
+    facts: dict[str, Any] = {
+        "token_s": options.fake_token_s,
+        "logprobs_mode": config.logprobs_mode,
+        "max_model_len": config.engine.max_model_len,
+        "max_num_seqs": config.engine.max_num_seqs,
+    }
+    model = options.model or _model_of_recipe(options.run_dir, options.overrides)
+    if model is None or not (model / "config.json").is_file():
+        return FakeEngine(**facts)
+    processor = read_image_processor(model)
+
+    async def count_features(ref: MediaRef, run: str) -> int:
+        address = await peer(options.run_dir, "media", given=options.media)
+        async with MediaClient.open(address, tokens.secret(Scope.SERVICE)) as media:
+            return (await media.segment(ref, processor, run)).token_count
+
+    return FakeEngine(
+        **facts, table=read_table(model), image_token=image_token_id(model), count_features=count_features
     )
 
 

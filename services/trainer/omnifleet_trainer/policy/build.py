@@ -20,7 +20,7 @@ def open_policy(recipe: Recipe, source: Path) -> Policy:
         case "fake":
             from omnifleet_trainer.policy.fake import FakePolicy
 
-            return FakePolicy()
+            return FakePolicy(Path(recipe.model.path))
         case "automodel":
             from omnifleet_trainer.policy.automodel import AutoModelPolicy
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from safetensors.numpy import load_file
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.check import check_batch
@@ -27,7 +28,9 @@ class FakePolicy:
 
     encoder_trains = False
 
-    def __init__(self) -> None:
+    def __init__(self, model: Path | None = None) -> None:
+        """model: checkpoint folder whose tensor names and shapes `export` keeps; None = three small tensors."""
+        self._model = model
         self.weights: list[float] = []
         self.trained: list[list[str]] = []
 
@@ -67,13 +70,24 @@ class FakePolicy:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """See `Policy`."""
         total = math.fsum(self.weights)
+        if self._model is not None:
+            yield from self._export_like(self._model, np.float32(len(self.weights)))
+            return
         yield "model.embed_tokens.weight", np.full(_WIDTH, 1.0, np.float32)
         yield "model.layers.0.mlp.weight", np.full(_WIDTH, total, np.float32)
         yield "lm_head.weight", np.arange(_WIDTH, dtype=np.float32) + np.float32(len(self.weights))
 
     def trainable_names(self) -> set[str]:
         """See `Policy`."""
+        if self._model is not None:
+            return {min(name for name, _ in self.export())}
         return {"model.layers.0.mlp.weight", "lm_head.weight"}
+
+    def _export_like(self, model: Path, moved: np.float32) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors; the first by name carries how often the policy was trained."""
+        tensors = {k: v for file in sorted(model.glob("*.safetensors")) for k, v in load_file(file).items()}
+        first = min(tensors)
+        yield from ((name, tensors[name] + moved if name == first else tensors[name]) for name in sorted(tensors))
 
     def save(self, folder: Path) -> None:
         """See `Policy`; both folders hold one JSON file."""
