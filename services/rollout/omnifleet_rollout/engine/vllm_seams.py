@@ -1,0 +1,130 @@
+"""Every place where we touch vLLM below its public API, with the releases it was checked on (0.25.1, 0.32.0).
+
+| seam                                         | why                                             | without it            |
+| -------------------------------------------- | ----------------------------------------------- | --------------------- |
+| mm_processor._get_mm_fields_config           | model-ready tensors -> engine input             | no pictures           |
+| renderer.mm_processor_cache (0.32 only)      | pixels cross to the engine process once         | they cross each time  |
+| layerwise_info of the reload module          | find layers that a load did not reach           | silent old weights    |
+| model.embed_multimodal (wrapped)             | count encoded items                             | no counter            |
+| quant_method.process_weights_after_loading   | CPU: tied heads keep their packed copy          | silent old weights    |
+
+`check_front` and `check_worker` look for them at start and raise UNSUPPORTED with the name that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from omnifleet.errors import OmnifleetError, Reason
+
+CHECKED = ("0.25.1", "0.32.0")
+
+BYPASSED = {
+    # load_weights of these models calls default_weight_loader directly, which the layerwise reload does not see.
+    "NemotronH_Nano_VL_V2": ("mlp1.", "vision_projector.vision_final_layernorm."),
+}
+
+
+def check_front(engine: Any, *, media: bool) -> None:
+    """Seams of the front-end process. Raises UNSUPPORTED."""
+    if media:
+        _need(engine.renderer.get_mm_processor(), "_get_mm_fields_config")
+        _need(engine.renderer, "mm_processor_cache")
+
+
+def media_item(engine: Any, tensors: Mapping[str, torch.Tensor], modality: str) -> Any:
+    """Model-ready tensors of one media item as vLLM's MultiModalKwargsItem."""
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    inputs = BatchFeature(dict(tensors))
+    fields = engine.renderer.get_mm_processor()._get_mm_fields_config(inputs, {})
+    return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[modality][0]
+
+
+def send_once(engine: Any, key: str, make_item: Callable[[], Any]) -> Any:
+    """The item, or None if the engine process has it: vLLM's sender cache mirrors the receiver's, entry by entry."""
+    cache = engine.renderer.mm_processor_cache
+    if cache is None:
+        return make_item()
+    item = None if cache.is_cached_item(key) else make_item()
+    return cache.get_and_update_item((item, []), key)[0]
+
+
+def check_worker(model: torch.nn.Module) -> None:
+    """Seams of the process that holds the model. Raises UNSUPPORTED."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload", "get_layerwise_info"):
+        _need(layerwise, name)
+    if hasattr(model, "get_language_model"):
+        _need(model, "embed_multimodal")
+
+
+def count_encoded(model: torch.nn.Module, counter: Callable[[int], None]) -> None:
+    """Call `counter` with the number of media items of each encoder run."""
+    original = getattr(model, "embed_multimodal", None)
+    if original is None:
+        return
+
+    def embed_multimodal(*args: Any, **kwargs: Any) -> Any:
+        outputs = original(*args, **kwargs)
+        counter(len(outputs))
+        return outputs
+
+    model.embed_multimodal = embed_multimodal  # type: ignore[assignment]
+
+
+def unreached_layers(model: torch.nn.Module, *, tied: bool) -> list[str]:
+    """Between load and finalize: layers with weights of their own that no tensor reached; they would keep the old ones.
+
+    Left out: attention (vLLM finalizes it on its own) and, with tied embeddings, the head.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    names = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        waiting = info.can_load() and info.load_numel <= 0 and (info.load_numel_total or 0) > 0
+        own = any(True for _ in layer.parameters(recurse=False))
+        if waiting and own and not (tied and isinstance(layer, ParallelLMHead)):
+            names.append(name)
+    return names
+
+
+def repack_tied_heads(model: torch.nn.Module) -> int:
+    """CPU: a head tied to the embedding receives no load of its own, so its packed GEMM keeps old weights. Pack again."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return 0
+    heads = [
+        layer
+        for layer in model.modules()
+        if isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod)
+        and hasattr(layer, "cpu_linear")
+    ]
+    for head in heads:
+        head.quant_method.process_weights_after_loading(head)
+    return len(heads)
+
+
+def bypassed(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
+    """Checkpoint names that the layerwise reload of this model misses; load them again, directly."""
+    prefixes = BYPASSED.get(type(model).__name__, ())
+    return [name for name in names if name.startswith(prefixes)] if prefixes else []
+
+
+def _need(owner: Any, name: str) -> None:
+    if not hasattr(owner, name):
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"this vLLM has no {getattr(owner, '__name__', type(owner).__name__)}.{name}; checked releases: "
+            f"{', '.join(CHECKED)}",
+            knob="the installed vllm version",
+        )
