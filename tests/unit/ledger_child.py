@@ -9,9 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from omnifleet.types import Outcome  # noqa: E402
-from omnifleet_trainer.ledger import LedgerReader, SqliteLedger  # noqa: E402
-from tests.unit.ledger_samples import group_of  # noqa: E402
+from omnifleet.types import Outcome
+from omnifleet_trainer.ledger import LedgerReader, SqliteLedger
+from tests.unit.ledger_samples import group_of
 
 
 def main(path: Path, life: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from omnifleet_trainer.ledger import LedgerReader
 
 app = typer.Typer(
     no_args_is_help=True, help="Trainer service: the asynchronous loop, the policy, the ledger."
@@ -114,7 +117,7 @@ def export(
         raise SystemExit(f"omnifleet: {error}") from None
 
 
-def _reader(run_dir: Path, file: Path | None):  # type: ignore[no-untyped-def]  # imports stay inside: quick --help
+def _reader(run_dir: Path, file: Path | None) -> LedgerReader:
     from omnifleet.errors import OmnifleetError
     from omnifleet_trainer.ledger import LedgerReader
 

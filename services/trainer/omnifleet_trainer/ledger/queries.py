@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,8 @@ class LedgerReader:
             raise invalid(f"state {state!r} is not one of {', '.join(STATES)}")
         db = self._connect()
         try:
-            for *plain, own, shared in db.execute(
-                _ROWS, {"lineage": lineage, "state": state, "limit": limit}
-            ):
-                yield LedgerRow(*plain, own=unpack(own), shared=unpack(shared))
+            for row in db.execute(_ROWS, {"lineage": lineage, "state": state, "limit": limit}):
+                yield _row(row)
         finally:
             db.close()
 
@@ -142,3 +140,9 @@ class LedgerReader:
 
     def _connect(self) -> sqlite3.Connection:
         return sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10.0)
+
+
+def _row(columns: Sequence[Any]) -> LedgerRow:
+    values: dict[str, Any] = dict(zip(LedgerRow.__slots__, columns, strict=True))
+    values["own"], values["shared"] = unpack(values["own"]), unpack(values["shared"])
+    return LedgerRow(**values)

@@ -79,6 +79,20 @@ class Served:
         return self.version
 
 
+def check_recipe(recipe: Recipe) -> None:
+    """What can be known before anything is opened or waited for. Raises MODEL_MISSING, INVALID_CONFIG."""
+    model = Path(recipe.model.path)
+    if not model.is_dir():
+        raise OmnifleetError(
+            Reason.MODEL_MISSING,
+            f"model.path {recipe.model.path!r} is not a folder; `omnifleet tiny-model --print-path` makes the tiny one",
+            knob="model.path",
+        )
+    read_image_processor(model)
+    image_token_id(model)
+    check_buffer(_room(recipe), recipe.trainer.prompts_per_step)
+
+
 @asynccontextmanager
 async def assembled(
     recipe: Recipe, run_dir: Path, start: Start, addresses: Addresses, tokens: Tokens, counters: Counters
@@ -87,8 +101,7 @@ async def assembled(
 
     Raises OmnifleetError: INVALID_CONFIG, MODEL_MISSING, CORRUPT, UNAVAILABLE, CONTRACT_MISMATCH.
     """
-    trainer, name, model = recipe.trainer, recipe.run.name, _model_folder(recipe)
-    check_buffer(_room(recipe), trainer.prompts_per_step)
+    trainer, name, model = recipe.trainer, recipe.run.name, Path(recipe.model.path)
     secret = tokens.secret(Scope.TRAINER)
     train_rows, heldout_rows = await asyncio.to_thread(_load_data, recipe)
     async with AsyncExitStack() as stack:
@@ -263,17 +276,6 @@ def _load_data(recipe: Recipe) -> tuple[Sequence[PromptRow], Sequence[PromptRow]
     return rows(recipe.data.train, recipe.data.train.size), rows(
         heldout, heldout.size or recipe.evaluation.size
     )
-
-
-def _model_folder(recipe: Recipe) -> Path:
-    folder = Path(recipe.model.path)
-    if not folder.is_dir():
-        raise OmnifleetError(
-            Reason.MODEL_MISSING,
-            f"model.path {recipe.model.path!r} is not a folder; `omnifleet tiny-model --print-path` makes the tiny one",
-            knob="model.path",
-        )
-    return folder
 
 
 def _room(recipe: Recipe) -> int:

@@ -24,7 +24,7 @@ from omnifleet.wire.server import serving
 from omnifleet.wire.trainer_pb2_grpc import add_TrainerServicer_to_server
 from omnifleet_trainer.loop.controller import Controller
 from omnifleet_trainer.loop.start import LEDGER, Mode, Start, find_start
-from omnifleet_trainer.server.assembly import Addresses, assembled
+from omnifleet_trainer.server.assembly import Addresses, assembled, check_recipe
 from omnifleet_trainer.server.servicer import TrainerServicer
 
 log = logging.getLogger("omnifleet.trainer")
@@ -57,6 +57,7 @@ async def serve(
             recipe.trainer.steps,
         )
         return 0
+    check_recipe(recipe)
     tokens = load_tokens(run_dir, recipe.auth.tokens_file)
     start = find_start(run_dir, mode)
     counters = Counters("trainer")
