@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,12 +78,13 @@ def test_ASY_01_capacity_follows_the_formula() -> None:
 
 
 async def test_ASY_01_credits_survive_resume(tmp_path: Path) -> None:
-    with world(tmp_path, steps=10, prompts_per_step=4, data=rows(60)) as w:
+    settings: dict[str, Any] = {"prompts_per_step": 4, "data": rows(60), "buffer_groups": 1000}
+    with world(tmp_path, steps=10, **settings) as w:
         await w.controller.run()
         before = w.admission.capacity()
         assert w.ledger.counts().consumed == 2 * 40
         ready = len(w.ledger.ready())
-    with world(tmp_path, steps=30, prompts_per_step=4, data=rows(60), resume_at=10) as w:
+    with world(tmp_path, steps=30, resume_at=10, **settings) as w:
         assert before + ready == w.admission.capacity() + len(w.ledger.ready()) == 8
         await w.controller.run()
     lags = [lag for batch in w.policy.trained for sample in batch.samples for lag in sample.lag]
