@@ -32,15 +32,19 @@ pytestmark = pytest.mark.timeout(240)
 
 @asynccontextmanager
 async def process(run_dir: Path, name: str, *command: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A child whose output goes to a file of its name; killed at the end if it still runs."""
+    """A child whose output goes to a file of its name; asked to end, then killed, if it still runs."""
     with (run_dir / f"{name}.log").open("ab") as log:
         child = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=log, stderr=log)
     try:
         yield child
     finally:
         if child.returncode is None:
+            child.terminate()
+        try:
+            await asyncio.wait_for(child.wait(), 10)
+        except TimeoutError:
             child.kill()
-        await child.wait()
+            await child.wait()
 
 
 def service(run_dir: Path, name: str, *options: str) -> Any:
