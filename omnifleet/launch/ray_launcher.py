@@ -34,6 +34,7 @@ NODES = "OMNIFLEET_RAY_NODES"
 _NODES_DEADLINE_S = 300.0
 _PLACED_WITHIN_S = 15.0
 _ANSWER_S = 2.0
+_OWN_SLOTS = 64
 _LOST = -int(signal.SIGKILL)
 
 
@@ -246,8 +247,11 @@ def wait_for_nodes(count: int, deadline_s: float) -> None:
 
 
 def _connect() -> None:
+    """Join the cluster of RAY_ADDRESS, or start one here: there, as without Ray, processes share the machine's cores."""
+    address = os.environ.get("RAY_ADDRESS", "local")
+    own = {"num_cpus": _OWN_SLOTS, "include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise retryable(Reason.UNAVAILABLE, f"no Ray cluster: {error}", knob="RAY_ADDRESS") from error
 

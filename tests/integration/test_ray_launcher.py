@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import ray
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.port import ProcessSpec
 from omnifleet.launch.ray_launcher import RayHandle, RayLauncher, actor_options, on_node, wait_for_nodes
-from omnifleet.service import process_lives
+from omnifleet.service import process_lives, read_records
 
 FAMILY = """
 import os, signal, subprocess, sys, time
@@ -163,3 +164,26 @@ def test_resources_become_actor_options() -> None:
     options = actor_options({"CPU": 2, "GPU": 1, "nvlink": 1})
     assert (options["num_cpus"], options["num_gpus"], options["resources"]) == (2, 1, {"nvlink": 1})
     assert actor_options({})["num_cpus"] == 1.0
+
+
+@pytest.mark.heavy
+def test_a_run_comes_up_and_goes_down_through_ray(tmp_path: Path) -> None:
+    def omnifleet(*arguments: str) -> None:
+        command = [sys.executable, "-m", "omnifleet", *arguments]
+        env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run = tmp_path / "runs" / "placed"
+    model = tmp_path / "model"
+    settings = ["run.name=placed", f"model.path={model}", "rollout.engine.kv_cache_memory_bytes=100000000"]
+    omnifleet("tiny-model", "--no-warm-start", "--out", str(model))
+    omnifleet("up", "cpu-tiny", *settings, "--engine", "fake", "--launcher", "ray")
+    try:
+        pids = {name: record.pid for name, record in read_records(run).items()}
+        assert set(pids) == {"media", "reward", "gateway", "worker-0"}
+        ours = {name: Path(f"/proc/{pid}/environ").read_text() for name, pid in pids.items()}
+        assert all("RAY_JOB_ID=" in environment for environment in ours.values())
+    finally:
+        omnifleet("down", "--run", "placed")
+    wait_until(lambda: gone(list(pids.values())))
