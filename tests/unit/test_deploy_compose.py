@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_the_run_folder_is_prepared_once(tmp_path: Path) -> None:
     prepare = SERVICES["prepare"]
     assert prepare["entrypoint"] == ["python", "/prepare.py"] and prepare["command"] == ["/recipe.yaml"]
     script, recipe = ROOT / "deploy/compose/prepare.py", ROOT / "deploy/compose/recipe.yaml"
-    command = ["python", str(script), str(recipe), f"run.root={tmp_path}"]
+    command = [sys.executable, str(script), str(recipe), f"run.root={tmp_path}"]
     subprocess.run(command, check=True, capture_output=True)
     tokens = (tmp_path / "gpu/tokens.json").read_text()
     subprocess.run(command, check=True, capture_output=True)
