@@ -472,6 +472,7 @@ def _launch(
         worker_extension_cls=EXTENSION,
         distributed_executor_backend=f"omnifleet_rollout.engine.executor.{executor}",
         **{name: value for name, value in optional.items() if value is not None},
+        **_pixels_as_given(AsyncEngineArgs),
     )
     if current_platform.is_cpu():
         # No thread pool before the fork: the child could not use it. The front end does no arithmetic of weight.
@@ -486,6 +487,11 @@ def _launch(
         # vLLM's CPU platform asks for spawn, for the thread binding that we switch off. A fork inherits the imports.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[_stat_logger(on_stats)])
+
+
+def _pixels_as_given(engine_args: Any) -> dict[str, bool]:
+    """Segments are normalised already. Where the engine would do it on the device (0.32's default) it must not do it again."""
+    return {"mm_device_do_normalize": False} if "mm_device_do_normalize" in engine_args.__dataclass_fields__ else {}
 
 
 def _stat_logger(on_stats: Callable[[int, int, float], None]) -> Any:
