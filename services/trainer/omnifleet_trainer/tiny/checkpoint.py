@@ -139,7 +139,7 @@ def _sentences() -> list[str]:
     """Text whose words become single tokens: roles, prompt, questions and answers."""
     words = [*COLOURS, *SHAPES]
     questions = [f"Is there a {colour} {shape}?" for colour in COLOURS for shape in SHAPES]
-    questions += [f"How many {shape} shapes? What colour is the {shape}?" for shape in SHAPES]
+    questions += [f"What colour is the {shape}?" for shape in SHAPES]
     questions += [f"How many {colour} things? What shape is the {colour} thing?" for colour in COLOURS]
     answers = [answer for kind in ANSWERS.values() for answer in kind]
     prompt = PROMPT.replace("<think></think><answer></answer>", "")

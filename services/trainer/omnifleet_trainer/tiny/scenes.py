@@ -28,8 +28,7 @@ COLOURS = {
 }
 COUNTS = ("0", "1", "2", "3")
 ANSWERS: dict[str, tuple[str, ...]] = {
-    "count_colour": COUNTS,
-    "count_shape": COUNTS,
+    "count": COUNTS,
     "colour": tuple(COLOURS),
     "shape": SHAPES,
     "exists": ("yes", "no"),
@@ -106,14 +105,9 @@ def questions_about(scene: Scene) -> list[Question]:
     shapes = Counter(thing.shape for thing in scene)
     present = {(thing.colour, thing.shape) for thing in scene}
     asked = [
-        Question("count_colour", f"How many {colour} things?", str(colours[colour]))
+        Question("count", f"How many {colour} things?", str(colours[colour]))
         for colour in COLOURS
         if colours[colour] < len(COUNTS)
-    ]
-    asked += [
-        Question("count_shape", f"How many {shape} shapes?", str(shapes[shape]))
-        for shape in SHAPES
-        if shapes[shape] < len(COUNTS)
     ]
     for thing in scene:
         if shapes[thing.shape] == 1:
@@ -163,7 +157,7 @@ def scenes(split: str, rng: random.Random) -> Iterator[Scene]:
     while True:
         colours = rng.sample(list(COLOURS), rng.randint(2, 4))
         shapes = rng.sample(SHAPES, rng.randint(2, 3))
-        cells = sorted(rng.sample(range(GRID * GRID), rng.randint(3, 6)))
+        cells = sorted(rng.sample(range(GRID * GRID), rng.randint(3, 5)))
         scene = tuple(Thing(cell, rng.choice(shapes), rng.choice(colours)) for cell in cells)
         kinds = {question.kind for question in questions_about(scene)}
         content = content_of(scene)

@@ -38,13 +38,13 @@ from omnifleet_trainer.tiny.scenes import (
 
 CELLS = GRID * GRID
 IGNORED = -100
+THREADS = 2  # more only slows matrices this small, and the budget is meant for two cores
 # kind -> (share of right answers, share of the neighbour); the rest is a random answer of the kind
 CARELESS: dict[str, tuple[float, float]] = {
-    "count_colour": (0.30, 0.60),
-    "count_shape": (0.30, 0.60),
-    "colour": (0.30, 0.60),
-    "shape": (0.55, 0.35),
-    "exists": (0.60, 0.30),
+    "count": (0.40, 0.50),
+    "colour": (0.35, 0.55),
+    "shape": (0.50, 0.40),
+    "exists": (0.55, 0.35),
 }
 
 Row = dict[str, Any]
@@ -56,9 +56,9 @@ class Lessons:
 
     see_steps: int = 80
     answer_steps: int = 400
-    careless_steps: int = 80
+    careless_steps: int = 60
     skill: float = 0.90  # lesson 2 ends when greedy decoding earns this much
-    middling: float = 0.50  # lesson 3 ends when greedy and sampled answers earn at most this much
+    middling: float = 0.53  # lesson 3 ends when greedy and sampled answers earn at most this much
     pictures: int = 2000
     batch: int = 64
     held_out: int = 250
@@ -119,9 +119,14 @@ def warm_start(folder: Path, *, seed: int = 0, lessons: Lessons | None = None) -
     lessons = lessons or Lessons()
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, THREADS))
     with torch.random.fork_rng(), Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         torch.manual_seed(seed)
-        report = _Course(folder, seed, lessons, progress).run()
+        try:
+            report = _Course(folder, seed, lessons, progress).run()
+        finally:
+            torch.set_num_threads(threads)
     console.print(
         f"warm start: {report.seconds:.0f} s, held-out reward {report.greedy:.2f} greedy, "
         f"{report.sampled:.2f} sampled (could reach {report.skill:.2f})"
