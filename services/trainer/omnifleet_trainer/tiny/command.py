@@ -62,9 +62,12 @@ def make_tiny_model(out: Path, *, seed: int = 0, warm: bool = True) -> None:
 
     ``out`` appears whole or not at all; an older folder of that name is replaced. Raises OSError.
     """
+    from transformers.utils import logging
+
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
     from omnifleet_trainer.tiny.warmstart import warm_start
 
+    logging.disable_progress_bar()  # "loading weights", thrice, for three megabytes
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         made = Path(scratch) / "model"
