@@ -60,8 +60,7 @@ def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
         "omnifleet",
         "tiny-model",
         "--seed",
-        str(recipe.run.seed),
-        "--print-path",
+        str(recipe.run.seed)
     ]
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if made.returncode != 0:
