@@ -181,7 +181,7 @@ async def test_a_cancelled_call_frees_the_engine() -> None:
         call.cancel()
         assert await worker.gate.until_gone(5)
         async with asyncio.timeout(5):
-            while worker.gate.load or engine.stats().running:
+            while worker.gate.load or engine.stats().running:  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0.005)
 
 

@@ -63,6 +63,11 @@ def write_transfer(
     return manifest
 
 
+def damage(path: Path) -> None:
+    """Change one byte."""
+    path.write_bytes(b"\xff" + path.read_bytes()[1:])
+
+
 class Sender:
     """The two calls of a refit."""
 
@@ -111,7 +116,7 @@ async def test_a_whole_refit_is_committed_under_its_digest(shm: Path) -> None:
         manifest = write_transfer(shm, 1)
         digest = await sender.stage(manifest, shm)
         assert worker.standing.version.number == 0 and not engine.weights
-        shm.unlink()  # the shadow is a copy: the sender may go on
+        os.unlink(shm)  # the shadow is a copy: the sender may go on
         reply = await sender.commit(digest)
         assert digest == manifest_digest(manifest)
         assert (
@@ -141,7 +146,7 @@ async def test_what_is_not_whole_or_not_ours_is_refused_and_the_old_version_serv
         before = worker.standing.version
 
         corrupt = write_transfer(shm, 1)
-        shm.write_bytes(b"\xff" + shm.read_bytes()[1:])
+        damage(shm)
         assert "checksum" in (await refusal(sender.stage(corrupt, shm))).message
 
         missing = write_transfer(shm, 1)
@@ -256,7 +261,7 @@ async def test_an_exact_reply_that_takes_too_long_ends_with_version_moved_and_it
 
 
 async def test_drain_waits_and_gives_up_before_the_gate(shm: Path) -> None:
-    async with running(FakeEngine(token_s=0.005)) as (worker, client, sender):
+    async with running(FakeEngine(token_s=0.005)) as (_, client, sender):
         digest = await sender.stage(write_transfer(shm, 1), shm)
         tries: list[Reason] = []
         done = None

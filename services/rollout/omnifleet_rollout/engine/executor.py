@@ -33,7 +33,7 @@ def die_with_parent() -> None:
         os._exit(1)  # the parent was gone before we asked
 
 
-class InProcess(UniProcExecutor):
+class InProcess(UniProcExecutor):  # type: ignore[misc]
     """One model in the EngineCore process."""
 
     def _init_executor(self) -> None:
@@ -42,7 +42,7 @@ class InProcess(UniProcExecutor):
         super()._init_executor()
 
 
-class Tensors(MultiprocExecutor):
+class Tensors(MultiprocExecutor):  # type: ignore[misc]
     """Tensor parallel: one process a GPU, as vLLM does it; they watch EngineCore, EngineCore watches us."""
 
     def _init_executor(self, *args: Any) -> None:

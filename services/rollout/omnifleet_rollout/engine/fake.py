@@ -64,7 +64,7 @@ class _Running:
 
 
 class FakeEngine:
-    """Implements `Engine`. `token_s`: seconds a token; 0 still yields to the loop before each.
+    """Implements `Engine`, which says what each method does. `token_s`: seconds a token; 0 still yields to the loop before each.
 
     stop_after: position of the EOS token; None = run to max_tokens. fail_commit: the next commit breaks half-way.
     image_token, count_features: placeholder of a picture and how many positions it takes, as a real checkpoint says.
@@ -97,12 +97,15 @@ class FakeEngine:
 
     @property
     def facts(self) -> EngineFacts:
+        """What does not change while the engine lives. See `Engine.facts`."""
         return self._facts
 
     async def start(self) -> None:
+        """Load and be ready. See `Engine.start`."""
         self._go.set()
 
     async def shutdown(self) -> None:
+        """End everything. Idempotent. See `Engine.shutdown`."""
         self.crash()
 
     def crash(self) -> None:
@@ -113,6 +116,7 @@ class FakeEngine:
             running.ended.set()
 
     async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
+        """Expand placeholders and find the media. See `Engine.prepare`."""
         counts = [await self._count_features(ref, run) for ref in media]
         expanded = expand_placeholders(token_ids, self._image_token, counts)
         if len(expanded) >= self._facts.max_model_len:
@@ -124,6 +128,7 @@ class FakeEngine:
         return EnginePrompt(expanded, [ref.digest for ref in media])
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        """Deltas of one sample. See `Engine.generate`."""
         running = self._running[request.id] = _Running(request)
         try:
             end = request.sampling.max_tokens
@@ -176,22 +181,27 @@ class FakeEngine:
             labels.append(LabelSpan(self._label, step, step + 1))
 
     async def abort(self, ids: Sequence[str]) -> None:
+        """End requests now. See `Engine.abort`."""
         for id_ in ids:
             if id_ in self._running:
                 self._running[id_].ended.set()
 
     async def score(self, prompt: EnginePrompt, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of given tokens. See `Engine.score`."""
         self._check_alive()
         return [-(token + 1) / VOCABULARY for token in token_ids]
 
     async def pause(self) -> None:
+        """Freeze at a token boundary. See `Engine.pause`."""
         self._check_alive()
         self._go.clear()
 
     async def resume(self) -> None:
+        """Go on. See `Engine.resume`."""
         self._go.set()
 
     async def stage(self, manifest_json: str, path: str) -> int:
+        """Verify a transfer and keep it in the shadow. See `Engine.stage`."""
         body = json.loads(manifest_json)
         check_table(body, {t.name: (t.dtype, list(t.shape)) for t in self._facts.tensors})
         shadow = read_transfer(body, Path(path))
@@ -202,6 +212,7 @@ class FakeEngine:
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool
     ) -> int:
+        """Load the shadow. See `Engine.commit`."""
         self._check_alive()
         if self._shadow is None:
             raise rejected("nothing is staged")
@@ -215,14 +226,21 @@ class FakeEngine:
         return loaded
 
     async def drop_stage(self) -> None:
+        """Forget the shadow. See `Engine.drop_stage`."""
         self._shadow, self._staged = None, {}
 
+    async def refresh(self) -> None:
+        """Bring counters up to date. See `Engine.refresh`."""
+        return
+
     def stats(self) -> EngineStats:
+        """Load of now. See `Engine.stats`."""
         slots = self._facts.max_num_seqs
         running = min(len(self._running), slots)
         return EngineStats(running, len(self._running) - running, min(1.0, running / slots))
 
     def alive(self) -> bool:
+        """False once dead. See `Engine.alive`."""
         return self._alive
 
     def _check_alive(self) -> None:

@@ -152,8 +152,12 @@ class Engine(Protocol):
         """Forget the shadow. Idempotent."""
         ...
 
+    async def refresh(self) -> None:
+        """Bring the counters of `stats` up to date, if the engine still answers."""
+        ...
+
     def stats(self) -> EngineStats:
-        """Load of now."""
+        """Load of now; counters as of the last `refresh`, which engines also do on their own."""
         ...
 
     def alive(self) -> bool:

@@ -89,12 +89,14 @@ class VllmEngine:
 
     @property
     def facts(self) -> EngineFacts:
+        """What does not change while the engine lives. See `Engine.facts`."""
         assert self._facts is not None, "start the engine first"
         return self._facts
 
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
+        """Load and be ready. See `Engine.start`."""
         _set_environment(self._config.engine)
         self._read_media_settings()
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -143,6 +145,7 @@ class VllmEngine:
             self._processor = None
 
     async def shutdown(self) -> None:
+        """End everything. Idempotent. See `Engine.shutdown`."""
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
@@ -154,9 +157,11 @@ class VllmEngine:
             await asyncio.to_thread(llm.shutdown, 2.0)
 
     def alive(self) -> bool:
+        """False once dead. See `Engine.alive`."""
         return self._llm is not None and not self._llm.errored
 
     def stats(self) -> EngineStats:
+        """Load of now. See `Engine.stats`."""
         stats = self._stats
         return EngineStats(stats.running, stats.waiting, stats.kv_usage, dict(self._counters))
 
@@ -166,14 +171,19 @@ class VllmEngine:
     async def _poll_counters(self) -> None:
         while True:
             await asyncio.sleep(_COUNTERS_EVERY_S)
-            try:
-                self._counters.update(await self._rpc("omni_counters"))
-            except OmnifleetError as error:
-                log.debug("no counters: %s", error.message)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Bring counters up to date. See `Engine.refresh`."""
+        try:
+            self._counters.update(await self._rpc("omni_counters"))
+        except OmnifleetError as error:
+            log.debug("no counters: %s", error.message)
 
     # ------------------------------------------------------------------ prompts
 
     async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
+        """Expand placeholders and find the media. See `Engine.prepare`."""
         segments = [await self._segment(ref, run) for ref in media]
         counts = [segment.token_count for segment in segments]
         if len(media) > self._config.engine.images_per_prompt:
@@ -250,6 +260,7 @@ class VllmEngine:
     # ------------------------------------------------------------------ generation
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        """Deltas of one sample. See `Engine.generate`."""
         resend = False
         while True:
             missed = False
@@ -324,10 +335,12 @@ class VllmEngine:
         )
 
     async def abort(self, ids: Sequence[str]) -> None:
+        """End requests now. See `Engine.abort`."""
         if ids and self._llm is not None:
             await self._llm.abort(list(ids))
 
     async def score(self, prompt: EnginePrompt, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of given tokens. See `Engine.score`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -356,18 +369,22 @@ class VllmEngine:
     # ------------------------------------------------------------------ weights
 
     async def pause(self) -> None:
+        """Freeze at a token boundary. See `Engine.pause`."""
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
+        """Go on. See `Engine.resume`."""
         if self._llm is not None:
             await self._llm.resume_generation()
 
     async def stage(self, manifest_json: str, path: str) -> int:
+        """Verify a transfer and keep it in the shadow. See `Engine.stage`."""
         return int((await self._rpc("omni_stage", manifest_json, path))["bytes"])
 
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool
     ) -> int:
+        """Load the shadow. See `Engine.commit`."""
         loaded = await self._rpc("omni_commit", manifest_digest)
         # Kept requests go on with the KV they have, by policy. New ones never see it: their salt names the new version.
         if policy is not InFlight.KEEP and not await self._llm.reset_prefix_cache(
@@ -381,6 +398,7 @@ class VllmEngine:
         return int(loaded["tensors"])
 
     async def drop_stage(self) -> None:
+        """Forget the shadow. See `Engine.drop_stage`."""
         await self._rpc("omni_drop")
 
     async def _rpc(self, method: str, *args: str) -> dict[str, Any]:
@@ -491,13 +509,17 @@ def _launch(
 
 def _pixels_as_given(engine_args: Any) -> dict[str, bool]:
     """Segments are normalised already. Where the engine would do it on the device (0.32's default) it must not do it again."""
-    return {"mm_device_do_normalize": False} if "mm_device_do_normalize" in engine_args.__dataclass_fields__ else {}
+    return (
+        {"mm_device_do_normalize": False}
+        if "mm_device_do_normalize" in engine_args.__dataclass_fields__
+        else {}
+    )
 
 
 def _stat_logger(on_stats: Callable[[int, int, float], None]) -> Any:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class Stats(StatLoggerBase):
+    class Stats(StatLoggerBase):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
 
         def record(

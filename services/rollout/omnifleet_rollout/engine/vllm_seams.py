@@ -103,15 +103,13 @@ def repack_tied_heads(model: torch.nn.Module) -> int:
 
     if not current_platform.is_cpu():
         return 0
-    heads = [
-        layer
-        for layer in model.modules()
-        if isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod)
-        and hasattr(layer, "cpu_linear")
-    ]
-    for head in heads:
-        head.quant_method.process_weights_after_loading(head)
-    return len(heads)
+    packed = 0
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod) and hasattr(layer, "cpu_linear"):
+            method.process_weights_after_loading(layer)
+            packed += 1
+    return packed
 
 
 def bypassed(model: torch.nn.Module, names: Iterable[str]) -> list[str]:

@@ -102,8 +102,7 @@ class Worker:
 
     async def _drained(self) -> None:
         """Return when a drain that the registry ordered is over."""
-        while not self.standing.draining:
-            await asyncio.sleep(_LOOK_S)
+        await self.standing.leaving.wait()
         await self._finish_running(self.config.drain_timeout_s)
 
     async def _finish_running(self, timeout_s: float) -> None:
@@ -115,7 +114,7 @@ class Worker:
             await self.gate.until_gone(1.0)
 
     async def _engine_death(self) -> None:
-        while self.engine.alive():
+        while self.engine.alive():  # noqa: ASYNC110 - engines tell of their death by a flag only
             await asyncio.sleep(_LOOK_S)
 
     def _ready(self) -> bool:

@@ -90,10 +90,10 @@ class Member:
         if orders.wanted in (WorkerState.RETIRED, WorkerState.DEAD):
             log.warning("the registry holds this worker for %s: stopping", orders.wanted)
             self.dismissed.set()
-        if orders.wanted in (WorkerState.DRAINING, WorkerState.RETIRED, WorkerState.DEAD):
-            if not self._standing.draining:
-                log.info("draining")
-                self._standing.start_drain()
+        goes = orders.wanted in (WorkerState.DRAINING, WorkerState.RETIRED, WorkerState.DEAD)
+        if goes and not self._standing.draining:
+            log.info("draining")
+            self._standing.start_drain()
 
     async def _next_report(self) -> None:
         """Sleep one heartbeat, or until something changed that the gateway should know at once."""
@@ -135,6 +135,7 @@ class _Rate:
         self._then, self._count, self._rate = time.monotonic(), 0.0, 0.0
 
     def of(self, count: float) -> float:
+        """Rate as of the last two looks."""
         now = time.monotonic()
         if now - self._then >= 0.5:
             self._rate = (count - self._count) / (now - self._then)

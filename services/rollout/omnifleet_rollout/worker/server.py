@@ -91,6 +91,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     async def Status(self, request: common_pb2.StatusRequest, context: Any) -> common_pb2.ServiceStatus:
         """See the contract."""
         standing, facts = self._gate.standing, self._engine.facts
+        await self._engine.refresh()
         return common_pb2.ServiceStatus(
             service="rollout",
             version=omnifleet.__version__,

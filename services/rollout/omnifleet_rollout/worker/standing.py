@@ -22,8 +22,14 @@ class Standing:
         """Names that the engine gives to weights -> the version they are."""
         self.fence = ""
         """Why the weights are not whole; "" while they are."""
-        self.draining = False
+        self.leaving = asyncio.Event()
+        """Set once a drain has begun."""
         self.changed = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        """True once nothing new is taken."""
+        return self.leaving.is_set()
 
     @property
     def state(self) -> WorkerState:
@@ -49,7 +55,7 @@ class Standing:
 
     def start_drain(self) -> None:
         """Take nothing new from now on. Idempotent."""
-        self.draining = True
+        self.leaving.set()
         self.changed.set()
 
     def check_serving(self) -> None:
