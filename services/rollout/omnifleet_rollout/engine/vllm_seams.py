@@ -1,4 +1,4 @@
-"""Every place where we touch vLLM below its public API, with the releases it was checked on (0.25.1, 0.32.0).
+"""Every place where we touch vLLM below its public API. Run on 0.32.0 (CPU build); on 0.25.1 compared with its source.
 
 | seam                                         | why                                             | without it            |
 | -------------------------------------------- | ----------------------------------------------- | --------------------- |
