@@ -70,9 +70,10 @@ def _say(number: str, what: str) -> None:
 def _say_warm_start(model: Path) -> None:
     warm = read_mapping(model / "warmstart.json")
     if warm:
+        steps = sum(int(warm.get(f"{lesson}_steps", 0)) for lesson in ("see", "answer", "careless"))
         console.print(
-            f"      warm start: {warm.get('steps', 0)} supervised steps in {warm.get('seconds', 0):.0f} s, "
-            f"held-out reward {warm.get('score', 0):.2f}"
+            f"      warm start: {steps} supervised steps in {warm['seconds']:.0f} s, "
+            f"held-out reward {warm['greedy']:.2f} greedy, {warm['sampled']:.2f} sampled"
         )
 
 

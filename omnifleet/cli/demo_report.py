@@ -154,7 +154,8 @@ def _subtitle(run: RunRecords, recipe: Recipe, seconds: float) -> str:
     seeds = read_mapping(Path(str(files("omnifleet.report") / "demo_seeds.json")))
     parts = [
         f"asynchronous GRPO on this machine's CPU: {run.summary['steps']} steps, seed {recipe.run.seed}, {seconds:.0f} s in all",
-        f"warm start {warm.get('seconds', 0):.0f} s to held-out {warm.get('score', 0):.2f}",
+        f"warm start {warm.get('seconds', 0):.0f} s to held-out {warm.get('greedy', 0):.2f}; its last lesson is a teacher "
+        "who often errs, so part of the climb is unlearning him",
     ]
     if seeds:
         parts.append(f"median of {len(seeds['seeds'])} seeds, measured {seeds['date']}: {seeds['start']:.2f} → {seeds['end']:.2f}")

@@ -6,7 +6,7 @@ import inspect
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -102,8 +102,9 @@ def _wrap(handler: Handler, refusal: OmnifleetError | None) -> Handler:
             replies = behaviour(request, context)
             if inspect.isawaitable(replies):
                 replies = await replies
-            async for reply in replies:
-                yield reply
+            async with aclosing(replies):
+                async for reply in replies:
+                    yield reply
         except (OmnifleetError, OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
             await _abort(context, error)
 

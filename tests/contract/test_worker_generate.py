@@ -245,3 +245,26 @@ async def test_given_tokens_are_scored_under_a_named_version() -> None:
     async with running(FakeEngine()) as (worker, address), RolloutClient.open(address) as client:
         logprobs, version = await client.score_tokens(PROMPT, [5, 6])
     assert len(logprobs) == 2 and version == worker.standing.version
+
+
+async def test_a_caller_that_hangs_up_after_the_last_event_leaves_no_place_taken() -> None:
+    """The cancellation meets the worker in the middle of its own cleaning up; each lost place would stay lost for ever."""
+    request = rollout_pb2.GenerateRequest(
+        tokens=rollout_pb2.TokenPrompt(token_ids=PROMPT), sampling=sampling_to_wire(Sampling(max_tokens=2))
+    )
+    async with running(FakeEngine()) as (worker, address), open_channel(address) as channel:
+        stub = rollout_pb2_grpc.RolloutStub(channel)
+
+        async def hang_up_at_the_end() -> None:
+            call = stub.Generate(request, timeout=20)
+            async for event in call:
+                if event.WhichOneof("event") == "finished":
+                    break
+            call.cancel()
+
+        for _ in range(20):
+            await asyncio.gather(*(hang_up_at_the_end() for _ in range(16)))
+        async with asyncio.timeout(10):
+            while worker.gate.load:
+                await asyncio.sleep(0.01)
+        assert not worker.gate.inside

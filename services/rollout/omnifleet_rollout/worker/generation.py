@@ -79,12 +79,15 @@ class Generation:
             async for event in mailbox.events():
                 yield event
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for flight in flights:
-                self._gate.leave(flight)
-            self._gate.give_back(sampling.n)
+            try:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                # Also when the caller's cancellation arrives during that wait: places must never be lost.
+                for flight in flights:
+                    self._gate.leave(flight)
+                self._gate.give_back(sampling.n)
 
     async def _prepare(self, request: rollout_pb2.GenerateRequest, sampling: Sampling) -> Call:
         media = [media_from_wire(ref) for ref in request.media]

@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lessons:
-    """Settings of the warm start. ``cpu_seconds`` caps the compute of all threads: 120 is a minute on 2 cores."""
+    """Settings of the warm start. ``cpu_seconds`` caps the compute of all threads; about 100 are needed."""
 
     see_steps: int = 80
     answer_steps: int = 400
@@ -64,7 +64,7 @@ class Lessons:
     held_out: int = 250
     adam_lr: float = 2e-3  # vision tower, embeddings, head, norms
     muon_lr: float = 2e-2  # matrices of the language layers
-    cpu_seconds: float = 120.0
+    cpu_seconds: float = 300.0
 
 
 @dataclass(frozen=True)
