@@ -11,7 +11,12 @@ import pytest
 
 from tests.support_run import CliRun
 
-_WRITE = "import sys; from pathlib import Path; from omnifleet_trainer.tiny.checkpoint import write_checkpoint; write_checkpoint(Path(sys.argv[1]), seed=0)"
+_WRITE = """
+import sys
+from pathlib import Path
+from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+write_checkpoint(Path(sys.argv[1]), seed=0)
+"""
 
 
 @pytest.fixture(scope="session")

@@ -158,11 +158,12 @@ def _subtitle(run: RunRecords, recipe: Recipe, seconds: float) -> str:
         "who often errs, so part of the climb is unlearning him",
     ]
     if seeds:
-        parts.append(f"median of {len(seeds['seeds'])} seeds, measured {seeds['date']}: {seeds['start']:.2f} → {seeds['end']:.2f}")
+        parts.append(
+            f"median of {len(seeds['seeds'])} seeds, measured {seeds['date']}: {seeds['start']:.2f} → {seeds['end']:.2f}"
+        )
     return "; ".join(parts)
 
 
 def _line(check: Check) -> str:
     mark = "[green]holds[/green]" if check.ok else "[red]FAILS[/red]"
     return f"  {mark}  {check.claim}: {check.evidence}"
-

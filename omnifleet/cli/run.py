@@ -54,14 +54,7 @@ def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
                 knob="model.path",
             )
         return recipe
-    command = [
-        sys.executable,
-        "-m",
-        "omnifleet",
-        "tiny-model",
-        "--seed",
-        str(recipe.run.seed)
-    ]
+    command = [sys.executable, "-m", "omnifleet", "tiny-model", "--seed", str(recipe.run.seed)]
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if made.returncode != 0:
         raise OmnifleetError(
@@ -78,7 +71,11 @@ def start_services(
     """Bring up the run's services (a supervisor in the background tends them) and wait until workers can serve."""
     run_dir = prepare_run(recipe)
     if not is_up(run_dir):
-        said = [run_dir / "supervisor.json", run_dir / "wanted.json", *(run_dir / "services").glob("[!.]*.json")]
+        said = [
+            run_dir / "supervisor.json",
+            run_dir / "wanted.json",
+            *(run_dir / "services").glob("[!.]*.json"),
+        ]
         for stale in said:  # by an earlier life of the run, perhaps on another host
             stale.unlink(missing_ok=True)
         command = [

@@ -275,7 +275,8 @@ class Recipe(StrictModel):
         if longest > self.rollout.engine.max_model_len:
             raise ValueError(
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} + sampling.max_tokens {self.sampling.max_tokens} "
-                f"= {longest} > rollout.engine.max_model_len {self.rollout.engine.max_model_len}: raise the last or lower the others"
+                f"= {longest} > rollout.engine.max_model_len {self.rollout.engine.max_model_len}: "
+                "raise the last or lower the others"
             )
         if longest > self.trainer.micro_batch_tokens:
             raise ValueError(

@@ -87,7 +87,9 @@ class FakePolicy:
         """The checkpoint's tensors; the first by name carries how often the policy was trained."""
         tensors = {k: v for file in sorted(model.glob("*.safetensors")) for k, v in load_file(file).items()}
         first = min(tensors)
-        yield from ((name, tensors[name] + moved if name == first else tensors[name]) for name in sorted(tensors))
+        yield from (
+            (name, tensors[name] + moved if name == first else tensors[name]) for name in sorted(tensors)
+        )
 
     def save(self, folder: Path) -> None:
         """See `Policy`; both folders hold one JSON file."""
