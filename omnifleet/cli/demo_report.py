@@ -12,7 +12,6 @@ from omnifleet.auth import Scope
 from omnifleet.cli.control import control_dir
 from omnifleet.cli.status import ask_service
 from omnifleet.cli.where import secret, service
-from omnifleet.client.fleet import FleetClient
 from omnifleet.client.media import MediaClient
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError
@@ -20,6 +19,7 @@ from omnifleet.report.curves import draw_curves
 from omnifleet.report.page import Check, sample_digests, write_page
 from omnifleet.report.pictures import to_png
 from omnifleet.report.records import RunRecords, read_mapping, read_run
+from omnifleet.service import read_records
 from omnifleet.types import Digest, MediaKind, MediaRef
 
 MIN_END, MIN_RISE, MAX_BLIND, MAX_CONTROL, MAX_TMPE, MIN_REFITS = 0.75, 0.2, 0.5, 0.05, 1.02, 20
@@ -102,7 +102,7 @@ def media_checks(counters: dict[str, float]) -> list[Check]:
     """A picture is decoded and preprocessed once a fleet, moves once a host, and is encoded once a worker."""
     objects = counters.get("media objects", 0)
     encoded = {k: v for k, v in counters.items() if k.endswith(" encoder_items")}
-    distinct = {k: v for k, v in counters.items() if k.endswith(" encoder_distinct")}
+    sent = {k: v for k, v in counters.items() if k.endswith(" pictures_sent")}
     return [
         Check(
             "a picture is decoded and preprocessed once per fleet",
@@ -119,9 +119,13 @@ def media_checks(counters: dict[str, float]) -> list[Check]:
         ),
         Check(
             "it is encoded once per worker and encoder epoch",
-            bool(encoded) and sum(encoded.values()) == sum(distinct.values()),
-            f"{sum(encoded.values()):.0f} encoder runs for {sum(distinct.values()):.0f} (picture, epoch) pairs on "
-            f"{len(encoded)} workers",
+            bool(encoded) and all(encoded[f"{k.split()[0]} encoder_items"] == v <= objects for k, v in sent.items()),
+            "; ".join(
+                f"{k.split()[0]}: {v:.0f} pictures of {objects:.0f} reached its engine, "
+                f"{encoded[f'{k.split()[0]} encoder_items']:.0f} encoder runs"
+                for k, v in sent.items()
+            )
+            + " (the encoder is frozen: one epoch)",
         ),
     ]
 
@@ -129,12 +133,9 @@ def media_checks(counters: dict[str, float]) -> list[Check]:
 async def read_counters(run_dir: Path) -> dict[str, float]:
     """Counters of media, gateway, reward and every worker, as "<who> <name>"."""
     merged: dict[str, float] = {}
-    for name in ("media", "gateway", "reward"):
+    for name in sorted(read_records(run_dir)):
         status = await ask_service(run_dir, name)
         merged |= {f"{name} {key}": float(value) for key, value in status.get("counters", {}).items()}
-    async with FleetClient.open(service(run_dir, "gateway").grpc, secret(run_dir, Scope.OPERATOR)) as fleet:
-        for worker in (await fleet.list(include_gone=True)).workers:
-            merged |= {f"{worker.id} {key}": float(value) for key, value in worker.counters.items()}
     return merged
 
 

@@ -93,4 +93,8 @@ _add_verb(Verb.CORDON, "is cordoned", "A worker keeps its sessions and takes no 
 _add_verb(Verb.UNCORDON, "takes sessions again", "Undo cordon.")
 _add_verb(Verb.PIN, "is pinned", "Scaling down never picks this worker.")
 _add_verb(Verb.UNPIN, "is not pinned", "Undo pin.")
-_add_verb(Verb.RETIRE, "retires", "Drain a worker for good and want one fewer.")
+_add_verb(
+    Verb.RETIRE,
+    "is retired",
+    "Let a worker go now, without draining; its samples go on elsewhere, and the launcher starts another.",
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any
 
@@ -48,11 +49,14 @@ app.add_typer(fleet.app, name="fleet")
 app.add_typer(config.app, name="config")
 
 
-def _add_installed(target: typer.Typer) -> None:
+@cache
+def whole_app() -> typer.Typer:
+    """The command with everything that installed services bring."""
     for point in sorted(entry_points(group="omnifleet.services"), key=lambda p: p.name):
-        target.add_typer(_load(point), name=point.name, rich_help_panel="Single services")
+        app.add_typer(_load(point), name=point.name, rich_help_panel="Single services")
     for point in sorted(entry_points(group="omnifleet.commands"), key=lambda p: p.name):
-        target.command(point.name, rich_help_panel="More")(_load(point))
+        app.command(point.name, rich_help_panel="More")(_load(point))
+    return app
 
 
 def _load(point: EntryPoint) -> Any:
@@ -78,9 +82,8 @@ def _broken(point: EntryPoint, error: ImportError) -> Any:
 
 def main() -> None:
     """Entry point: typed errors end with one clear line and status 2."""
-    _add_installed(app)
     try:
-        app()
+        whole_app()()
     except OmnifleetError as error:
         print(f"omnifleet: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -57,7 +57,7 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
 
 
 async def ask_service(run_dir: Path, name: str) -> dict[str, Any]:
-    """Status of one service of a run as a plain mapping: state, uptime_s, facts, counters."""
+    """Status of one service or worker of a run as a plain mapping: state, uptime_s, facts, counters."""
     record = read_records(run_dir).get(name)
     if record is None:
         return {"name": name, "state": "down"}
@@ -88,7 +88,7 @@ async def _ask(record: ServiceRecord, token: str) -> dict[str, Any]:
     channel = open_channel(record.grpc, token)
     try:
         with remote_errors():
-            status = await _STUBS[record.name](channel).Status(common_pb2.StatusRequest(), timeout=5.0)
+            status = await _STUBS.get(record.name, rollout_pb2_grpc.RolloutStub)(channel).Status(common_pb2.StatusRequest(), timeout=5.0)
     except OmnifleetError as error:
         return {**answer, "state": str(error)}
     finally:

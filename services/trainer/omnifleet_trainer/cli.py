@@ -59,11 +59,13 @@ def serve(
 
     from omnifleet.errors import OmnifleetError
     from omnifleet.telemetry.logs import set_up_logs
+    from omnifleet_trainer.compat.quiet import quiet_libraries
     from omnifleet_trainer.server.process import serve as serve_trainer
 
     if resume and fresh:
         raise typer.BadParameter("--resume and --fresh exclude each other")
     set_up_logs("trainer", as_json=log_json)
+    quiet_libraries()
     try:
         status = asyncio.run(
             serve_trainer(

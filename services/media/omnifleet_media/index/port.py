@@ -99,6 +99,10 @@ class Index(Protocol):
     async def count_leases(self, digest: Digest | None, now_ms: int) -> int:
         """Unexpired leases on a digest, or all."""
 
+    async def count_objects(self) -> int:
+        """How many distinct media objects are known."""
+        ...
+
     async def idle(self, now_ms: int, limit: int) -> list[Entry]:
         """Unleased units, least recently used first. A leased object's segments count as leased."""
 

@@ -262,6 +262,9 @@ class SqliteIndex:
 
         return await self._do(step)
 
+    async def count_objects(self) -> int:
+        return await self._do(lambda db: int(db.execute("SELECT COUNT(*) FROM objects").fetchone()[0]))
+
     # ------------------------------------------------------------------ eviction
 
     async def idle(self, now_ms: int, limit: int) -> list[Entry]:

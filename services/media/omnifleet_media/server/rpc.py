@@ -173,13 +173,14 @@ class MediaRpc(MediaServicer):
 
     async def Status(self, request: common_pb2.StatusRequest, context: Any) -> common_pb2.ServiceStatus:
         config, store = self._library.config, self._library.store
+        counters = {**self._library.counters.snapshot(), "objects": await self._library.index.count_objects()}
         return common_pb2.ServiceStatus(
             service="media",
             version=omnifleet.__version__,
             instance=INSTANCE,
             uptime_s=time.monotonic() - self._started,
             state=self.state,
-            counters=counters_to_wire(self._library.counters.snapshot()),
+            counters=counters_to_wire(counters),
             facts={
                 "index": config.index,
                 "disk": f"{store.disk.used} of {config.disk_bytes} bytes",

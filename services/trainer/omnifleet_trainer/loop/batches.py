@@ -23,10 +23,11 @@ class AdvantageRule:
 
     objective: ObjectiveConfig
 
-    def __call__(self, rewards: Sequence[float]) -> list[float]:
-        """One advantage a sample, clamped if the recipe says so."""
+    def __call__(self, rewards: Sequence[float], truncated: Sequence[bool]) -> list[float]:
+        """One advantage a sample, clamped if the recipe says so. A sample that no loss sees enters no baseline."""
         rule = self.objective
-        advantages = group_advantages(rewards, [True] * len(rewards), rule.baseline, rule.std)
+        valid = [not (cut and rule.overlong_filtering) for cut in truncated]
+        advantages = group_advantages(rewards, valid, rule.baseline, rule.std)
         clip = rule.advantage_clip
         return advantages if clip is None else [max(-clip, min(clip, a)) for a in advantages]
 
@@ -50,7 +51,9 @@ class Batches:
             prompt = await self._render(group.prompt_id)
             tensors: Mapping[Digest, Segment] = {s.key: s.tensors for s in prompt.segments}
             segments.update(tensors)
-            advantages = self._advantages([t.reward for t in group.trajectories])
+            advantages = self._advantages(
+                [t.reward for t in group.trajectories], [_truncated(t) for t in group.trajectories]
+            )
             samples += [
                 _sample(trajectory, group.id, prompt, advantage, version)
                 for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
@@ -85,8 +88,12 @@ def _sample(
         advantage=advantage,
         media=prompt.media,
         segment_keys=tuple(segment.key for segment in prompt.segments),
-        truncated=trajectory.finish_reason is FinishReason.LENGTH,
+        truncated=_truncated(trajectory),
     )
+
+
+def _truncated(trajectory: Trajectory) -> bool:
+    return trajectory.finish_reason is FinishReason.LENGTH
 
 
 def token_lags(trajectory: Trajectory, version: int) -> list[int]:

@@ -75,6 +75,7 @@ class Controller:
         self._policy_rests = asyncio.Lock()
         self._stopping = False
         self._checkpoint_at_stop = False
+        self._resumes = 0
         self._state = "starting"
         self._controls: dict[str, float] = {}
 
@@ -114,6 +115,7 @@ class Controller:
         """Groups of one step; None if the run was stopped or the data ends. A last partial batch is not trained."""
         p = self._parts
         while True:
+            resumes = self._resumes
             try:
                 groups = await p.buffer.take(
                     p.weights.step,
@@ -122,8 +124,8 @@ class Controller:
                     timeout=self._trainer.step_timeout_s,
                 )
             except OmnifleetError as error:
-                if error.reason is Reason.DEADLINE and p.admission.paused:
-                    continue
+                if error.reason is Reason.DEADLINE and (p.admission.paused or self._resumes != resumes):
+                    continue  # the time that an operator took is not the fleet's
                 raise
             if self._stopping or len(groups) < self._trainer.prompts_per_step:
                 return None
@@ -247,6 +249,7 @@ class Controller:
 
     def resume(self) -> int:
         """Undo `pause`. Idempotent. Returns the step."""
+        self._resumes += self._parts.admission.paused
         self._parts.admission.resume()
         self._parts.buffer.changed.fire()
         return self.step

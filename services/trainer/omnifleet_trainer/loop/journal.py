@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ class Journal:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = run_dir / "metrics.jsonl"
         self._samples = run_dir / "samples.jsonl"
+        for path in (self._metrics, self._samples):
+            _end_torn_line(path)
         self._records = {r.step: r for r in _read(self._metrics) if r.step <= step}
         self._changed = Pulse()
         self._closed = False
@@ -73,7 +76,7 @@ class Journal:
         """One metric over the steps that have it."""
         return [r.metrics[name] for _, r in sorted(self._records.items()) if name in r.metrics]
 
-    async def follow(self, after: int, *, live: bool) -> AsyncIterator[StepRecord]:
+    async def follow(self, after: int, *, live: bool) -> AsyncGenerator[StepRecord, None]:
         """Records of steps after `after`, in order; with `live`, then new ones until the journal is closed."""
         while True:
             for step in sorted(s for s in self._records if s > after):
@@ -96,6 +99,15 @@ def _append(path: Path, lines: list[dict[str, Any]]) -> None:
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
     with path.open("a", encoding="utf-8") as out:
         out.write(text)
+
+
+def _end_torn_line(path: Path) -> None:
+    """A writer that was cut off leaves a line without an end; what comes next must not become part of it."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
 
 
 def _read(path: Path) -> list[StepRecord]:

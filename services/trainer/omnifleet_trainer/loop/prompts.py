@@ -36,13 +36,13 @@ class Prompts:
         self._max_epochs = max_epochs
 
     def row(self, prompt_id: str) -> PromptRow:
-        """The row of a prompt. Raises CORRUPT if the data no longer has it (the run was resumed with other data)."""
+        """The row of a prompt. Raises INVALID_CONFIG if the data no longer has it: no other prompt would fare better."""
         place = self._places.get(prompt_id)
         if place is None:
             raise invalid(
                 f"the ledger knows prompt {prompt_id!r}, the data does not: it changed since the run began",
-                knob="data.train",
-                reason=Reason.CORRUPT,
+                knob="data.train, or --fresh",
+                reason=Reason.INVALID_CONFIG,
             )
         return self._rows[place]
 

@@ -37,6 +37,7 @@ class Release:
     delta: Transfer | None
     encoder_changed: bool
     _complete: Transfer | None = field(default=None)
+    _retired: bool = False
 
     def on_top_of(self, parent: WeightVersion) -> Parcel:
         """For a worker that serves `parent`, a version of this lineage. The base itself needs no parent."""
@@ -58,6 +59,8 @@ class Release:
             return
         with self.base.in_use(), self.delta.in_use():
             self._complete = pack(folder, f"{_label(self.version)}-complete", self._tensors(), bucket_bytes)
+        if self._retired:  # meanwhile, by those who no longer wait for this thread
+            self.drop_complete()
 
     def drop_complete(self) -> None:
         """Remove the composed file; `compose` makes it again."""
@@ -67,6 +70,7 @@ class Release:
 
     def retire(self) -> None:
         """Remove what is of this version alone; the base stays."""
+        self._retired = True
         self.drop_complete()
         if self.delta is not None:
             self.delta.retire()

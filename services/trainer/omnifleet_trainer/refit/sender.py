@@ -333,12 +333,14 @@ class RefitSender:
 
     async def close(self) -> None:
         """Stop catch-ups and remove all transfer files. Idempotent."""
-        await self._cancel_catch_ups()
-        if self._release is not None:
-            self._release.retire()
-        if self._base is not None:
-            self._base.retire()
-        self._release, self._base = None, None
+        try:
+            await self._cancel_catch_ups()
+        finally:
+            if self._release is not None:
+                self._release.retire()
+            if self._base is not None:
+                self._base.retire()
+            self._release, self._base = None, None
 
     async def _cancel_catch_ups(self) -> None:
         tasks = list(self._behind.values())

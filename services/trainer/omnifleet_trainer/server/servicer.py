@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self, request: trainer_pb2.StepsRequest, context: Any
     ) -> AsyncIterator[trainer_pb2.StepReport]:
         """Records of the steps after `after_step`; with `follow`, of new ones until the run ends."""
-        async for record in self._journal.follow(request.after_step, live=request.follow):
-            yield _report(record)
+        async with aclosing(self._journal.follow(request.after_step, live=request.follow)) as records:
+            async for record in records:
+                yield _report(record)
 
     async def QueryLedger(
         self, request: trainer_pb2.QueryLedgerRequest, context: Any

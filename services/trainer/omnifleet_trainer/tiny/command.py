@@ -64,6 +64,9 @@ def make_tiny_model(out: Path, *, seed: int = 0, warm: bool = True) -> None:
     """
     from transformers.utils import logging
 
+    from omnifleet_trainer.compat.quiet import quiet_libraries
+
+    quiet_libraries()
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
     from omnifleet_trainer.tiny.warmstart import warm_start
 

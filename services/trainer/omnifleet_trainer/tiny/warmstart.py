@@ -56,7 +56,7 @@ class Lessons:
 
     see_steps: int = 80
     answer_steps: int = 400
-    careless_steps: int = 60
+    careless_steps: int = 150
     skill: float = 0.90  # lesson 2 ends when greedy decoding earns this much
     middling: float = 0.53  # lesson 3 ends when greedy and sampled answers earn at most this much
     pictures: int = 2000
