@@ -24,6 +24,7 @@ def assert_books_balance(run: CliRun, steps: int) -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(600)
 def test_kills_of_every_service_and_scaling_while_training(cli_run: Callable[..., CliRun]) -> None:
     run = cli_run(f"trainer.steps={STEPS}", engine="fake:0.06")
     run.train()
