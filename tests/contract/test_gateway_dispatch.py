@@ -22,6 +22,8 @@ from omnifleet.types import (
     VersionBound,
     WorkerState,
 )
+from omnifleet.wire import rollout_pb2
+from omnifleet.wire.codec import sampling_to_wire
 from tests.contract.gateway_world import PICTURE, PROMPT, WHO, World, token, until, v, world
 
 
@@ -342,3 +344,46 @@ async def test_leaving_a_stream_early_ends_the_work(tmp_path: Path) -> None:
                     break
         await until(lambda: one.running == 0)
         await until(lambda: here.gateway.dispatcher.requests == 0)
+
+
+async def test_an_abort_that_comes_before_a_sample_began_ends_it_and_gives_its_place_back(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as here:
+        await here.worker("w-1", paused=True)
+        dispatcher = here.gateway.dispatcher
+        request = rollout_pb2.GenerateRequest(
+            request_id="mine",
+            tokens=rollout_pb2.TokenPrompt(token_ids=PROMPT),
+            sampling=sampling_to_wire(Sampling(n=2, max_tokens=4)),
+        )
+        await until(lambda: here.gateway.ready)
+
+        async def ends() -> list[str]:
+            async with aclosing(
+                dispatcher.generate(request, asyncio.get_running_loop().time() + 20)
+            ) as events:
+                return [event.finished.finish_reason async for event in events]
+
+        task = asyncio.create_task(ends())
+        asyncio.get_running_loop().call_soon(
+            dispatcher.abort, ["mine"]
+        )  # runs before the samples' first step
+        assert await asyncio.wait_for(task, 5) == ["abort", "abort"]
+        [view] = here.gateway.fleet.registry.workers()
+        assert dispatcher.load(view) == 0
+
+
+async def test_a_defect_fails_its_sample_instead_of_leaving_the_caller_to_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, chunk: Any) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr("omnifleet_rollout.gateway.progress.Progress.take", broken)
+    async with world(tmp_path) as here:
+        await here.worker("w-1")
+        reply = await asyncio.wait_for(ask(here), 5)
+        assert reply.failures[0].reason is Reason.INTERNAL
+        [view] = here.gateway.fleet.registry.workers()
+        await until(lambda: here.gateway.dispatcher.load(view) == 0)

@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -99,12 +101,10 @@ class Dispatcher:
         try:
             workers = await self._first(flight)
             for index, worker in enumerate(workers):
-                sampling = one_sample(request.sampling, index)
-                flight.tasks.append(
-                    asyncio.create_task(self._sample(flight, Progress(index, sampling), worker))
-                )
-            async for event in self._events(flight, n):
-                yield event
+                self._start(flight, Progress(index, one_sample(request.sampling, index)), worker)
+            async with aclosing(self._events(flight, n)) as events:
+                async for event in events:
+                    yield event
         finally:
             # The accounts first: where a cancelled scope cancels every wait again, `close` does not get to its end.
             del self._flights[request.request_id]
@@ -151,7 +151,28 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ one sample
 
+    def _start(self, flight: Flight, progress: Progress, worker: str) -> None:
+        flight.placed[progress.index] = worker
+        task = asyncio.create_task(self._sample(flight, progress, worker))
+        task.add_done_callback(partial(self._settle, flight, progress))
+        flight.tasks.append(task)
+
+    def _settle(self, flight: Flight, progress: Progress, task: asyncio.Task[None]) -> None:
+        """What a sample's task could not do itself: cancelled (perhaps before its first step), or ended by a defect."""
+        if (worker := flight.placed.pop(progress.index, None)) is not None:
+            self._router.give_back(worker)
+        if not task.cancelled():
+            if (error := task.exception()) is not None:
+                log.error("request %s broke off", flight.request.request_id, exc_info=error)
+                message = f"{type(error).__name__}: {error}"
+                self._fail(flight, progress, OmnifleetError(Reason.INTERNAL, message))
+        elif flight.aborted:
+            self._end(flight, progress, progress.finished(FinishReason.ABORT))
+        elif flight.broken is not None:
+            self._fail(flight, progress, flight.broken)
+
     async def _sample(self, flight: Flight, progress: Progress, worker: str) -> None:
+        del flight.placed[progress.index]  # from here on `_carry` gives it back
         try:
             async with asyncio.timeout_at(flight.deadline + _GUARD_S):
                 await self._carry(flight, progress, worker)
@@ -161,13 +182,6 @@ class Dispatcher:
             )
         except OmnifleetError as error:
             self._fail(flight, progress, error)
-        except asyncio.CancelledError:
-            if flight.aborted:
-                self._end(flight, progress, progress.finished(FinishReason.ABORT))
-            elif flight.broken is not None:
-                self._fail(flight, progress, flight.broken)
-            else:
-                raise
 
     async def _carry(self, flight: Flight, progress: Progress, worker: str) -> None:
         """From worker to worker until the sample is complete. `worker` is taken; it is given back here."""
@@ -313,6 +327,11 @@ class Dispatcher:
                 error = meaning(rpc_error, worker)
                 if error.reason not in _ELSEWHERE:
                     raise error from rpc_error
+                avoid[worker] = _now() + _AVOID_S
+            except asyncio.CancelledError:
+                if _cancelled():
+                    raise
+                error = retryable(Reason.WORKER_LOST, f"worker {worker} is gone")  # and so is its channel
                 avoid[worker] = _now() + _AVOID_S
             finally:
                 self._router.give_back(worker)

@@ -18,7 +18,7 @@ _CHUNKS = 256  # events that may wait for a slow reader, a request
 class Flight:
     """deadline: seconds of the event loop's clock. home: worker of the first sample, preferred by the others.
 
-    aborted, broken: why its tasks were cancelled from outside.
+    aborted, broken: why its tasks were cancelled from outside. placed: sample -> worker, until its task begins.
     """
 
     request: rollout_pb2.GenerateRequest
@@ -30,6 +30,7 @@ class Flight:
     broken: OmnifleetError | None = None
     echo: rollout_pb2.PromptEcho | None = None
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    placed: dict[int, str] = field(default_factory=dict)
     _events: asyncio.Queue[rollout_pb2.GenerateEvent] = field(default_factory=asyncio.Queue)
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHUNKS))
 
