@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from omnifleet.auth import OPEN, Scope, Tokens
+from omnifleet.client.media import MediaClient
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Identity
+from omnifleet_rollout.gateway.command import Pictures
+from omnifleet_rollout.gateway.openai_chat import _Stream
 from omnifleet_rollout.gateway.renderer import Renderer, RendererLoader
 from tests.contract.gateway_world import PICTURE, World, token, until, v, world
 
@@ -289,3 +292,42 @@ async def test_a_gateway_without_a_checkpoint_says_what_to_set(tmp_path: Path) -
     async with world(tmp_path) as here, httpx.AsyncClient(base_url=here.http) as http:
         error = (await http.post("/v1/chat/completions", json=chat())).json()["error"]
         assert (error["code"], error["knob"]) == ("model_missing", "model.path")
+
+
+async def test_a_client_that_left_before_the_first_byte_leaves_no_events_open() -> None:
+    closed: list[str] = []
+
+    async def pieces(name: str) -> AsyncGenerator[Any, None]:
+        try:
+            yield name
+            yield name
+        finally:
+            closed.append(name)
+
+    async def receive() -> dict[str, str]:
+        return await asyncio.get_running_loop().create_future()
+
+    async def gone(message: Any) -> None:
+        raise OSError("the client left")
+
+    events = pieces("events")
+    await anext(events)
+    with pytest.raises(Exception):  # noqa: B017 - starlette's own
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        await _Stream(events, pieces("lines"))(scope, receive, gone)
+    assert closed == ["events"]
+
+
+async def test_a_put_that_fails_late_leaves_the_new_connection_alone(tmp_path: Path) -> None:
+    pictures = Pictures(tmp_path, "", OPEN)
+    new = cast(MediaClient, object())
+
+    class Old:
+        async def put_image(self, data: bytes, run: str) -> None:
+            pictures._client = new  # another picture has connected again
+            raise retryable(Reason.UNAVAILABLE, "the media service went away")
+
+    pictures._client = cast(MediaClient, Old())
+    with pytest.raises(OmnifleetError, match="went away"):
+        await pictures.put(b"", "run")
+    assert pictures._client is new

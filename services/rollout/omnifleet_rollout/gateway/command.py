@@ -72,8 +72,8 @@ async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overr
             fleet.close()
             gateway.dispatcher.stop()
     finally:
-        await pictures.close()
         store.close()
+        await pictures.close()
 
 
 def _fleet(config: GatewayConfig, rollout: RolloutConfig, store: FleetStore) -> Fleet:
@@ -145,7 +145,7 @@ class Pictures:
         try:
             return await client.put_image(data, run)
         except OmnifleetError as error:
-            if error.reason is Reason.UNAVAILABLE:
+            if error.reason is Reason.UNAVAILABLE and client is self._client:
                 await self.close()  # it may have come up elsewhere: the next picture looks again
             raise
 

@@ -6,13 +6,14 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from omnifleet.client.rollout import Done, Event, Failed, PromptSeen, Tokens, event_from_wire
 from omnifleet.errors import OmnifleetError, Reason, invalid
@@ -251,7 +252,7 @@ async def _stream(gateway: Gateway, chat: Chat, wire: rollout_pb2.GenerateReques
         await events.aclose()
         raise
 
-    async def lines() -> AsyncIterator[str]:
+    async def lines() -> AsyncGenerator[str, None]:
         async with aclosing(events):
             try:
                 yield _line(chat.take(first))
@@ -265,7 +266,20 @@ async def _stream(gateway: Gateway, chat: Chat, wire: rollout_pb2.GenerateReques
                 return
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return _Stream(events, lines())
+
+
+class _Stream(StreamingResponse):
+    """Closes its events however it ends: nobody iterates or closes the lines of a client that left too early."""
+
+    def __init__(self, events: AsyncGenerator[Event, None], lines: AsyncGenerator[str, None]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._events, self._lines = events, lines
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all; see starlette."""
+        async with aclosing(self._events), aclosing(self._lines):
+            await super().__call__(scope, receive, send)
 
 
 def _line(body: dict[str, Any] | None) -> str:
