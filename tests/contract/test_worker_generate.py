@@ -1,7 +1,7 @@
 """A worker over real gRPC with the fake engine: tokens, provenance, versions, admission, endings."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -27,6 +27,7 @@ from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import sampling_to_wire
 from omnifleet.wire.server import serving
 from omnifleet_rollout.engine.fake import IMAGE_FEATURES, IMAGE_TOKEN, FakeEngine, fake_token
+from omnifleet_rollout.engine.port import EngineDelta, EngineRequest
 from omnifleet_rollout.worker.command import Worker
 
 WHO = Identity(run="test")
@@ -268,3 +269,29 @@ async def test_a_caller_that_hangs_up_after_the_last_event_leaves_no_place_taken
             while worker.gate.load:  # noqa: ASYNC110 - no event tells of it
                 await asyncio.sleep(0.01)
         assert not worker.gate.inside
+
+
+async def test_a_defect_fails_its_sample_instead_of_leaving_the_caller_to_its_deadline() -> None:
+    class Broken(FakeEngine):
+        def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+            raise AssertionError("a defect")
+
+    async with running(Broken()) as (worker, address), RolloutClient.open(address) as client:
+        call = client.generate(prompt_token_ids=PROMPT, sampling=Sampling(), identity=WHO, deadline_s=30)
+        reply = await asyncio.wait_for(call, 5)
+        assert reply.failures[0].reason is Reason.INTERNAL
+        assert await worker.gate.until_gone(5)
+
+
+async def test_tokens_are_not_scored_by_a_worker_that_was_fenced_at_the_gate() -> None:
+    async with running(FakeEngine()) as (worker, address), RolloutClient.open(address) as client:
+        worker.gate.close()
+        scoring = asyncio.create_task(client.score_tokens(PROMPT, [5, 6]))
+        async with asyncio.timeout(5):
+            while not worker.gate.load:  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.005)
+        worker.standing.raise_fence("half of a refit")
+        worker.gate.open()
+        with pytest.raises(OmnifleetError) as refused:
+            await scoring
+        assert refused.value.reason is Reason.FENCED

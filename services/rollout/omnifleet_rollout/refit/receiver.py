@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.telemetry.counters import Counters
@@ -48,6 +48,7 @@ class Receiver:
         self._standing = gate.standing
         self._staged: _Staged | None = None
         self._busy = asyncio.Lock()
+        self._steps: set[asyncio.Task[Any]] = set()
 
     async def stage(
         self, manifest: refit_pb2.Manifest, path: str, deadline_s: float = 0.0
@@ -70,7 +71,9 @@ class Receiver:
 
     async def _alone(self, step: Callable[[], Awaitable[Result]], deadline_s: float, what: str) -> Result:
         """Run one step to its end, unbroken by the caller's cancellation. Raises CONFLICT if another one runs."""
-        task = asyncio.ensure_future(self._locked(step, what))
+        task = asyncio.create_task(self._locked(step, what), name=f"refit {what}")
+        self._steps.add(task)  # the loop alone would not keep a step alive whose caller went away
+        task.add_done_callback(self._steps.discard)
         try:
             async with asyncio.timeout(deadline_s or None):
                 return await asyncio.shield(task)

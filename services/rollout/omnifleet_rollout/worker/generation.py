@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from omnifleet.address import token_digest
 from omnifleet.errors import OmnifleetError, Reason, invalid
@@ -24,6 +26,8 @@ from omnifleet_rollout.engine.port import Engine, EngineDelta, EnginePrompt, Eng
 from omnifleet_rollout.worker.gate import Ending, Flight, Gate, ended_error
 from omnifleet_rollout.worker.mailbox import Mailbox
 from omnifleet_rollout.worker.provenance import Provenance
+
+log = logging.getLogger("omnifleet.rollout.generation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +78,14 @@ class Generation:
             call = await self._prepare(request, sampling)
             await self._gate.enter(flights, bound)
             mailbox = Mailbox(sampling.n)
-            tasks = [asyncio.create_task(self._sample(call, i, f, mailbox)) for i, f in enumerate(flights)]
+            for index, flight in enumerate(flights):
+                task = asyncio.create_task(self._sample(call, index, flight, mailbox))
+                task.add_done_callback(partial(self._broke_off, mailbox, index))
+                tasks.append(task)
             yield self._echo(request, call)
-            async for event in mailbox.events():
-                yield event
+            async with aclosing(mailbox.events()) as events:
+                async for event in events:
+                    yield event
         finally:
             try:
                 for task in tasks:
@@ -131,6 +139,13 @@ class Generation:
             mailbox.finish(index, _finished(reply, last))
         finally:
             self._gate.leave(flight)
+
+    def _broke_off(self, mailbox: Mailbox, index: int, task: asyncio.Task[None]) -> None:
+        """After a defect: whoever reads must not wait for an end that nobody sends."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("sample %d broke off", index, exc_info=error)
+            self._counters.add("samples_failed")
+            mailbox.fail(index, OmnifleetError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
 
     async def _reply(self, call: Call, reply: Reply, mailbox: Mailbox) -> EngineDelta:
         """Run engine requests until the sample is complete: one, or more if a refit made it start again."""

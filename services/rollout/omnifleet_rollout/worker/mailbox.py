@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import VersionSpan
@@ -49,7 +49,7 @@ class Mailbox:
         self._running -= 1
         self._filled.set()
 
-    async def events(self) -> AsyncIterator[rollout_pb2.GenerateEvent]:
+    async def events(self) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
         """Everything, until each sample has ended. The caller sets the deadline."""
         while self._chunks or self._ends or self._running:
             await self._filled.wait()

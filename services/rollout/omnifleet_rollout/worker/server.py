@@ -80,11 +80,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             prompt = await self._engine.prepare(request.prompt_token_ids, media, "")
             async with _deadline(context.time_remaining()):
                 await self._gate.until_open(VersionBound())
+                self._gate.standing.check_serving()
                 version = self._gate.standing.version
                 logprobs = await self._engine.score(prompt, request.token_ids)
         finally:
             self._gate.give_back(1)
-        if version != self._gate.standing.version:
+        if version != self._gate.standing.version or self._gate.standing.fence:
             raise retryable(Reason.VERSION_MOVED, "the weights changed while the tokens were scored")
         return rollout_pb2.ScoreTokensReply(logprobs=logprobs, version=version_to_wire(version))
 
