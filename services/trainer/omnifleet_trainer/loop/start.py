@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.checkpoint import latest_checkpoint
 from omnifleet_trainer.ledger import LedgerReader, SqliteLedger
+from omnifleet_trainer.loop.changes import check_unchanged
 
 log = logging.getLogger("omnifleet.trainer")
 
@@ -42,11 +44,11 @@ class Start:
     began_unix: float
 
 
-def find_start(run_dir: Path, mode: Mode) -> Start:
+def find_start(run_dir: Path, mode: Mode, recipe: Recipe | None = None) -> Start:
     """Open the run where it stands.
 
-    `fresh` puts an earlier life of the run aside, `resume` insists on a checkpoint. Raises NOT_FOUND, CONFLICT
-    (another trainer has the run), CORRUPT.
+    `fresh` puts an earlier life of the run aside, `resume` insists on a checkpoint. recipe: compared with the
+    checkpoint's. Raises NOT_FOUND, CONFLICT (another trainer has the run), CORRUPT, INVALID_CONFIG.
     """
     if mode == "fresh":
         _put_aside(run_dir)
@@ -58,6 +60,8 @@ def find_start(run_dir: Path, mode: Mode) -> Start:
             knob="leave out --resume",
         )
     folder, state = found if found else (None, None)
+    if recipe is not None and folder is not None and state is not None:
+        check_unchanged(recipe, folder, state.config_digest)
     step = state.step if state else 0
     path = run_dir / LEDGER
     if folder is not None and state is not None and not _reaches(path, step, state.ledger_position):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnifleet.address import canonical_json, digest_bytes
 from omnifleet.auth import Scope, Tokens
 from omnifleet.client.media import MediaClient
 from omnifleet.client.reward import RewardClient
@@ -26,6 +25,7 @@ from omnifleet_trainer.ledger import SqliteLedger
 from omnifleet_trainer.loop.admission import Admission
 from omnifleet_trainer.loop.batches import AdvantageRule, Batches
 from omnifleet_trainer.loop.buffer import ReadyBuffer, check_buffer
+from omnifleet_trainer.loop.changes import keep_recipe, recipe_digest
 from omnifleet_trainer.loop.controller import Controller, Parts
 from omnifleet_trainer.loop.journal import Journal
 from omnifleet_trainer.loop.prompting import Prompter
@@ -206,7 +206,7 @@ class Checkpoints:
         self._weights = weights
         self._kept = recipe.trainer.checkpoints_kept
         self._seed = recipe.run.seed
-        self._config_digest = str(digest_bytes(canonical_json(recipe.model_dump(mode="json")), "recipe"))
+        self._recipe = recipe
 
     async def write(self, step: int) -> Path:
         """Write the checkpoint of `step` on the policy's thread and drop old ones. Raises DISK_FULL."""
@@ -216,7 +216,7 @@ class Checkpoints:
             version=version.number,
             lineage=version.lineage,
             ledger_position=self._ledger.counts().consumed,
-            config_digest=self._config_digest,
+            config_digest=recipe_digest(self._recipe),
             seeds={"run": self._seed},
         )
         path = await self._weights.on_thread(lambda: self._write(step, state))
@@ -231,6 +231,7 @@ class Checkpoints:
     def _save(self, folder: Path) -> None:
         self._weights.policy.save(folder)
         self._ledger.backup_to(folder / LEDGER)
+        keep_recipe(self._recipe, folder)
 
 
 class MediaCounters:

@@ -59,7 +59,7 @@ async def serve(
         return 0
     check_recipe(recipe)
     tokens = load_tokens(run_dir, recipe.auth.tokens_file)
-    start = find_start(run_dir, mode)
+    start = find_start(run_dir, mode, recipe)
     counters = Counters("trainer")
     try:
         addresses = Addresses(

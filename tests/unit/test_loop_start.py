@@ -1,0 +1,85 @@
+"""What a run takes over from its earlier lives: its recipe, its journal, its data."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from omnifleet.config.load import recipe_from_mapping
+from omnifleet.config.recipe import Recipe
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import WeightVersion
+from omnifleet_trainer.checkpoint import CheckpointState, write_checkpoint
+from omnifleet_trainer.ledger import SqliteLedger
+from omnifleet_trainer.loop.changes import keep_recipe, recipe_digest
+from omnifleet_trainer.loop.journal import Journal, StepRecord
+from omnifleet_trainer.loop.start import LEDGER, find_start
+from tests.unit.loop_world import rows, world
+
+
+def recipe_of(folder: Path, **trainer: object) -> Recipe:
+    body = {
+        "run": {"name": "r", "root": str(folder)},
+        "model": {"path": "m"},
+        "reward": [{"name": "format"}],
+        "data": {"max_prompt_tokens": 64},
+        "trainer": trainer,
+    }
+    return recipe_from_mapping(body, "test")
+
+
+def checkpointed(folder: Path, recipe: Recipe) -> None:
+    """A run of no steps with a checkpoint."""
+
+    def save(into: Path) -> None:
+        ledger = SqliteLedger(folder / LEDGER, owner="test")
+        ledger.roll_back_to(0, "first")
+        ledger.backup_to(into / LEDGER)
+        ledger.close()
+        keep_recipe(recipe, into)
+
+    state = CheckpointState(0, 0, "first", 0, recipe_digest(recipe))
+    write_checkpoint(folder / "checkpoints", 0, save_policy=save, state=state)
+
+
+def test_a_changed_recipe_is_named_at_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointed(tmp_path, recipe_of(tmp_path, max_staleness=1))
+    with caplog.at_level(logging.WARNING):
+        find_start(
+            tmp_path, "auto", recipe_of(tmp_path, max_staleness=1, listen="127.0.0.1:7000")
+        ).ledger.close()
+        assert caplog.messages == []
+        find_start(tmp_path, "auto", recipe_of(tmp_path, max_staleness=0)).ledger.close()
+    [warning] = caplog.messages
+    assert "trainer.max_staleness 1 -> 0" in warning
+
+
+def test_a_change_that_the_ledger_forbids_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    checkpointed(tmp_path, recipe_of(tmp_path, generations_per_prompt=4))
+    before = (tmp_path / LEDGER).read_bytes()
+    other = recipe_of(tmp_path, generations_per_prompt=8)
+    with pytest.raises(OmnifleetError, match=r"trainer\.generations_per_prompt 4 -> 8") as refused:
+        find_start(tmp_path, "auto", other)
+    assert refused.value.reason is Reason.INVALID_CONFIG and "--fresh" in refused.value.knob
+    assert (tmp_path / LEDGER).read_bytes() == before
+    find_start(tmp_path, "fresh", other).ledger.close()
+
+
+async def test_data_that_no_longer_has_a_leased_prompt_ends_the_run(tmp_path: Path) -> None:
+    with world(tmp_path, data=rows(4)) as w:
+        lease = w.prompts.lease(version=0, ttl_s=60)
+        assert lease is not None
+    with world(tmp_path, data=rows(8)[4:]) as w:
+        with pytest.raises(OmnifleetError, match="the data does not"):
+            await w.controller.run()
+
+
+def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    line = {"step": 1, "lineage": "a", "version": 1, "unix_ms": 5, "reward": 0.5}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(line) + "\n" + json.dumps(line)[:20])
+    Journal(tmp_path, step=1).write(StepRecord(2, WeightVersion("r", "a", 2), {"reward": 0.75}, 6))
+    assert Journal(tmp_path, step=2).values("reward") == [0.5, 0.75]
