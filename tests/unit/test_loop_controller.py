@@ -431,3 +431,23 @@ async def test_groups_that_do_not_come_end_the_run_with_numbers(tmp_path: Path) 
         with pytest.raises(OmnifleetError, match=r"0 of 2 groups became ready within 0 s \(4 are running\)"):
             await w.controller.run()
         assert w.ledger.counts().in_flight == 0
+
+
+async def test_time_that_an_operator_took_does_not_count_against_the_fleet(tmp_path: Path) -> None:
+    go = asyncio.Event()
+
+    async def wait(identity: Identity, answer: Generation) -> None:
+        await go.wait()
+
+    with world(tmp_path, steps=1, step_timeout_s=0.5) as w:
+        w.rollout.behave = wait
+        task = asyncio.create_task(w.controller.run())
+        async with asyncio.timeout(10):
+            while w.controller.state != "training":  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        w.controller.pause()
+        await asyncio.sleep(0.4)
+        w.controller.resume()
+        await asyncio.sleep(0.3)  # past the deadline as it was before the pause
+        go.set()
+        assert await asyncio.wait_for(task, 10)
