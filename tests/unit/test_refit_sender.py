@@ -21,8 +21,9 @@ from omnifleet.wire import fleet_pb2, fleet_pb2_grpc, refit_pb2, refit_pb2_grpc
 from omnifleet.wire.codec import version_from_wire, version_to_wire
 from omnifleet.wire.manifest import bucket_checksum, bucket_starts, manifest_digest
 from omnifleet.wire.server import serving
+from omnifleet_trainer.refit.release import first_release, next_release
 from omnifleet_trainer.refit.sender import RefitSender
-from omnifleet_trainer.refit.transfer import PREFIX, pack, raw_tensor, sweep
+from omnifleet_trainer.refit.transfer import PREFIX, Transfer, pack, raw_tensor, sweep
 
 Weights = dict[str, np.ndarray[Any, Any]]
 BASE = WeightVersion("", "base", 0)
@@ -401,3 +402,43 @@ def test_torch_and_numpy_tensors_have_the_same_bytes() -> None:
     assert half.dtype == "BF16" and half.data.nbytes == 6
     back = torch.frombuffer(bytearray(half.data), dtype=torch.bfloat16).float().tolist()
     assert back == [1.0, 1.015625, 0.10009765625]  # NCL-11: round to nearest even
+
+
+def test_a_file_that_was_composed_for_nobody_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = WeightVersion("r", "l", 0)
+    first = first_release(base, weights(0).items(), tmp_path, 1 << 20)
+    changed = {"b", "c"}
+    second = next_release(
+        WeightVersion("r", "l", 1), first.base, weights(1).items(), changed, False, tmp_path, 1 << 20
+    )
+
+    def pack_while_the_sender_closes(*arguments: Any) -> Transfer:
+        transfer = pack(*arguments)
+        second.retire()
+        return transfer
+
+    monkeypatch.setattr("omnifleet_trainer.refit.release.pack", pack_while_the_sender_closes)
+    second.compose(tmp_path, 1 << 20)
+    first.base.retire()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_close_that_is_cancelled_leaves_no_files(tmp_path: Path) -> None:
+    async with fleet_of(1, tmp_path) as fleet:
+        await fleet.publish(0)
+
+        async def slow_to_end() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+
+        stuck = fleet.sender._behind["w"] = asyncio.create_task(slow_to_end())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(fleet.sender.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, stuck, return_exceptions=True)
+        assert fleet.files() == []
