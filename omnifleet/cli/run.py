@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.local import wait_gone
 from omnifleet.launch.plan import ORDER, prepare_run
 from omnifleet.launch.port import Launcher
-from omnifleet.launch.supervisor import read_state, want
+from omnifleet.launch.supervisor import last_line, read_state, want
 from omnifleet.service import read_records
 
 _POLL_S = 0.1
@@ -90,25 +91,36 @@ def start_services(
             engine,
         ]
         with (run_dir / "logs" / "supervisor.log").open("ab") as log:
-            subprocess.Popen(
+            supervisor = subprocess.Popen(
                 command + (["--log-json"] if as_json else []),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-    _wait_ready(run_dir, recipe.rollout.workers)
+        _wait_ready(run_dir, recipe.rollout.workers, lambda: supervisor.poll() is None)
+    else:
+        _wait_ready(run_dir, recipe.rollout.workers, lambda: is_up(run_dir))
     return run_dir
 
 
-def _wait_ready(run_dir: Path, workers: int, deadline_s: float = 600.0) -> None:
+def _wait_ready(
+    run_dir: Path, workers: int, supervised: Callable[[], bool], deadline_s: float = 600.0
+) -> None:
     began = time.monotonic()
     with console.status("starting services") as shown:
         while time.monotonic() - began < deadline_s:
+            lives = supervised()  # asked first: what it said last is then there
             state = read_state(run_dir)
             if state.get("failure"):
                 stop_services(run_dir)
                 raise OmnifleetError(Reason.UNAVAILABLE, str(state["failure"]), knob=f"{run_dir}/logs")
+            if not lives:
+                raise OmnifleetError(
+                    Reason.UNAVAILABLE,
+                    f"the supervisor of {run_dir.name} ended: {last_line(run_dir / 'logs' / 'supervisor.log')}",
+                    knob=f"{run_dir}/logs/supervisor.log",
+                )
             records = read_records(run_dir)
             ready = [name for name in records if name in ORDER or name.startswith("worker-")]
             if sum(name.startswith("worker-") for name in ready) >= workers and set(ORDER) <= set(ready):

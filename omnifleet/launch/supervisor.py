@@ -31,6 +31,7 @@ _TICK_S = 0.2
 _STOP_GRACE_S = 15.0
 _QUICK_DEATH_S = 20.0
 _GIVE_UP_AFTER = 3
+_START_PAUSE_S = 5.0
 
 
 @dataclass
@@ -108,7 +109,11 @@ class Supervisor:
         now = time.monotonic()
         if watched.state == "waiting":
             if now >= watched.retry_at:
-                self._restart(watched)
+                try:
+                    self._restart(watched)
+                except OmnifleetError as error:
+                    watched.retry_at = now + _START_PAUSE_S
+                    log.warning("%s; again in %.0f s", error, _START_PAUSE_S)
             return
         code = watched.handle.poll()
         if code is None:
@@ -171,7 +176,12 @@ class Supervisor:
             name = f"worker-{self._next_worker}"
             self._next_worker += 1
             spec = worker_spec(self._run_dir, self._recipe, name, as_json=self._as_json, engine=self._engine)
-            self._workers[name] = self._start(spec)
+            try:
+                self._workers[name] = self._start(spec)
+            except OmnifleetError as error:
+                self._worker_retry_at = time.monotonic() + _START_PAUSE_S
+                log.warning("%s cannot be started: %s; again in %.0f s", name, error, _START_PAUSE_S)
+                return
 
     async def _open_fleet(self, address: str) -> FleetClient:
         if self._fleet is None:

@@ -9,16 +9,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from omnifleet.cli.run import _wait_ready
+from omnifleet.client.fleet import FleetView
 from omnifleet.config.load import recipe_from_mapping
 from omnifleet.config.services import MediaConfig
-from omnifleet.errors import OmnifleetError
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.local import LocalLauncher, wait_gone
 from omnifleet.launch.plan import prepare_run, service_spec, worker_spec
-from omnifleet.launch.port import ProcessSpec
-from omnifleet.launch.supervisor import _keep_addresses, _next_worker_number, last_line, read_wanted, want
+from omnifleet.launch.port import Handle, ProcessSpec
+from omnifleet.launch.supervisor import (
+    Supervisor,
+    _keep_addresses,
+    _next_worker_number,
+    last_line,
+    read_wanted,
+    want,
+)
 from omnifleet.service import load_section, process_lives, read_records, write_record
 
 PARENT = """
@@ -70,7 +80,7 @@ def test_a_deaf_process_is_ended_by_force(tmp_path: Path) -> None:
 def test_children_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from omnifleet.launch.local import LocalLauncher;"
-        "from omnifleet.launch.port import ProcessSpec;"
+        "from omnifleet.launch.port import Handle, ProcessSpec;"
         "sleeper = [sys.executable, '-c', 'import time; time.sleep(600)'];"
         f"h = LocalLauncher().start(ProcessSpec('p', sleeper, {{}}, Path({str(tmp_path)!r}) / 'c.log'));"
         "print(h.pid, flush=True); time.sleep(600)"
@@ -139,3 +149,44 @@ def test_a_run_folder_gives_services_their_section(tmp_path: Path) -> None:
     with pytest.raises(OmnifleetError, match="did you mean 'decoders'"):
         load_section(run_dir, "media", MediaConfig, ["media.decoder=3"])
     assert worker_spec(run_dir, recipe, "worker-0").command[-4:] == ["--name", "worker-0", "--engine", "vllm"]
+
+
+def test_waiting_for_services_ends_with_their_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "supervisor.log").write_text("starting\nno such thing\n")
+    with pytest.raises(OmnifleetError, match="ended: no such thing"):
+        _wait_ready(tmp_path, 1, lambda: False, deadline_s=20)
+
+
+class Nowhere:
+    """A launcher that has no place left."""
+
+    def start(self, spec: ProcessSpec) -> Handle:
+        raise OmnifleetError(Reason.UNAVAILABLE, f"no place for {spec.name}", retryable=True)
+
+
+class TwoWanted:
+    """A fleet of nobody that wants two."""
+
+    async def scale(self, desired: int, reason: str) -> None:
+        pass
+
+    async def list(self) -> FleetView:
+        return FleetView([], 2, None, 0)
+
+
+async def test_a_worker_that_finds_no_place_does_not_end_the_supervisor(tmp_path: Path) -> None:
+    body = {
+        "run": {"name": "r", "root": str(tmp_path)},
+        "model": {"path": "m"},
+        "reward": [{"name": "format"}],
+        "data": {"max_prompt_tokens": 64},
+    }
+    recipe = recipe_from_mapping(body, "t")
+    run_dir = prepare_run(recipe)
+    write_record(run_dir, "gateway", grpc="127.0.0.1:1", http="")
+    supervisor = Supervisor(run_dir, recipe, Nowhere())
+    supervisor._fleet = cast(Any, TwoWanted())
+    await supervisor._follow_fleet()
+    assert not supervisor._workers and not supervisor.failure
+    assert supervisor._worker_retry_at > time.monotonic()
