@@ -187,6 +187,9 @@ class TrainerConfig(StrictModel):
     """Steps that a sample's oldest token may lag behind the weights it trains; 0 = synchronous."""
     buffer_groups: int | None = Field(None, ge=1)
     """Groups that may be running or ready at once; default: (max_staleness + 1) x prompts_per_step."""
+    groups_at_once: int | None = Field(None, ge=1)
+    """Groups that are generated at once; default: as many as the staleness budget admits. Fewer spread generation over
+    the step: engines that are quicker than the trainer then stay busy beside it, and samples are fresher."""
     sampler: Literal["fifo", "freshest", "in_order"] = "fifo"
     """Which ready groups a step takes."""
     attempts_per_prompt: int = Field(5, ge=1)

@@ -451,3 +451,12 @@ async def test_time_that_an_operator_took_does_not_count_against_the_fleet(tmp_p
         await asyncio.sleep(0.3)  # past the deadline as it was before the pause
         go.set()
         assert await asyncio.wait_for(task, 10)
+
+
+async def test_groups_at_once_bounds_running_groups_within_the_budget() -> None:
+    admission = Admission(bound=3, batch=4, buffer=64, version=0, trained=0, ready=0, at_once=2)
+    await admission.admit()
+    await admission.admit()
+    assert (admission.running, admission.capacity()) == (2, 0)
+    admission.accepted()
+    assert admission.capacity() == 1

@@ -22,9 +22,21 @@ class Admission:
     """Hands out one credit a group. All state that must survive a restart is given at construction."""
 
     def __init__(
-        self, *, bound: int, batch: int, buffer: int, version: int, trained: int, ready: int
+        self,
+        *,
+        bound: int,
+        batch: int,
+        buffer: int,
+        version: int,
+        trained: int,
+        ready: int,
+        at_once: int | None = None,
     ) -> None:
-        """buffer: groups that may be ready or running at once. trained, ready: groups, from the ledger."""
+        """buffer: groups that may be ready or running at once. trained, ready: groups, from the ledger.
+
+        at_once: groups that may be running at once, None = what budget and buffer allow.
+        """
+        self._at_once = at_once
         self._bound = bound
         self._batch = batch
         self._buffer = buffer
@@ -59,7 +71,8 @@ class Admission:
             accepted=self._trained + self._ready,
             running=self._running,
         )
-        return min(within_budget, self._buffer - self._ready - self._running)
+        room = within_budget if self._at_once is None else self._at_once - self._running
+        return min(within_budget, self._buffer - self._ready - self._running, room)
 
     async def admit(self) -> None:
         """Wait for a credit and take it; give it back with `accepted` or `returned`."""

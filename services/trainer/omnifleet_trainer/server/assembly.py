@@ -150,6 +150,7 @@ async def assembled(
             # A step is prompts_per_step groups even if an earlier life of the run had another size.
             trained=start.step * trainer.prompts_per_step,
             ready=len(ledger.ready()),
+            at_once=trainer.groups_at_once,
         )
         buffer = ReadyBuffer(
             ledger,
