@@ -119,7 +119,8 @@ def media_checks(counters: dict[str, float]) -> list[Check]:
         ),
         Check(
             "it is encoded once per worker and encoder epoch",
-            bool(encoded) and all(encoded[f"{k.split()[0]} encoder_items"] == v <= objects for k, v in sent.items()),
+            bool(encoded)
+            and all(encoded[f"{k.split()[0]} encoder_items"] == v <= objects for k, v in sent.items()),
             "; ".join(
                 f"{k.split()[0]}: {v:.0f} pictures of {objects:.0f} reached its engine, "
                 f"{encoded[f'{k.split()[0]} encoder_items']:.0f} encoder runs"
