@@ -88,7 +88,9 @@ async def _ask(record: ServiceRecord, token: str) -> dict[str, Any]:
     channel = open_channel(record.grpc, token)
     try:
         with remote_errors():
-            status = await _STUBS.get(record.name, rollout_pb2_grpc.RolloutStub)(channel).Status(common_pb2.StatusRequest(), timeout=5.0)
+            status = await _STUBS.get(record.name, rollout_pb2_grpc.RolloutStub)(channel).Status(
+                common_pb2.StatusRequest(), timeout=5.0
+            )
     except OmnifleetError as error:
         return {**answer, "state": str(error)}
     finally:
