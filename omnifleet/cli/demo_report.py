@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict
 from importlib.resources import files
@@ -28,7 +29,7 @@ MIN_END, MIN_RISE, MAX_BLIND, MAX_CONTROL, MAX_TMPE, MIN_REFITS = 0.75, 0.2, 0.5
 async def write_report(run_dir: Path, recipe: Recipe, seconds: float) -> str:
     """Write curves.png and report.html into the run's folder; returns what to print at the end."""
     run = read_run(run_dir)
-    counters = await read_counters(run_dir)
+    counters = {name: float(value) for name, value in read_mapping(run_dir / "counters.json").items()}
     checks = demo_checks(run, recipe, read_mapping(control_dir(run_dir) / "summary.json"), counters)
     curves = draw_curves(run, run_dir / "curves.png")
     page = write_page(
@@ -129,6 +130,11 @@ def media_checks(counters: dict[str, float]) -> list[Check]:
             + " (the encoder is frozen: one epoch)",
         ),
     ]
+
+
+def save_counters(run_dir: Path) -> None:
+    """Write counters.json: what every service and worker has counted so far."""
+    (run_dir / "counters.json").write_text(json.dumps(asyncio.run(read_counters(run_dir)), indent=1))
 
 
 async def read_counters(run_dir: Path) -> dict[str, float]:
