@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from omnifleet.cli.demo_report import save_counters, write_report
 from omnifleet.cli.run import resolve_model, start_services, stop_services
 from omnifleet.cli.watch import watch_training
 from omnifleet.config.recipe import Recipe
@@ -54,7 +53,7 @@ def demo(
             f"training: {recipe.trainer.steps} steps; beside it try `omnifleet status`, `omnifleet fleet scale 3`",
         )
         _train(run_dir, recipe)
-        save_counters(run_dir)  # before the control, whose first refit begins a new encoder epoch
+        _save_counters(run_dir)  # before the control, whose first refit begins a new encoder epoch
         if control:
             _say("4/5", "control: the same with learning rate 0")
             _control(run_dir, recipe)
@@ -103,5 +102,13 @@ def _control(run_dir: Path, recipe: Recipe) -> None:
     run_control(run_dir, recipe, console)
 
 
+def _save_counters(run_dir: Path) -> None:
+    from omnifleet.cli.demo_report import save_counters
+
+    save_counters(run_dir)
+
+
 def _report(run_dir: Path, recipe: Recipe, began: float) -> str:
+    from omnifleet.cli.demo_report import write_report  # draws: not for every command to load
+
     return asyncio.run(write_report(run_dir, recipe, time.monotonic() - began))
