@@ -47,10 +47,11 @@ def save(folder: Path) -> None:
     (folder / "policy" / "weights").write_bytes(b"w")
 
 
-def test_ckp_01_kill_at_random_times_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+def test_ckp_01_kill_at_random_times_leaves_a_complete_checkpoint(tmp_path: Path, kills: int) -> None:
     random.seed(1)
     seen = set()
-    for attempt in range(20):
+    for attempt in range(kills):
         root = tmp_path / str(attempt)
         write_checkpoint(root, 2, save_policy=save, state=state(2))
         writer = subprocess.Popen(

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from omnifleet.auth import Scope
@@ -85,10 +86,11 @@ class Uploads:
                 self.enough.set()
 
 
-async def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(1500)])])
+async def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path, kills: int) -> None:
     uploads = Uploads()
     children: list[int] = []
-    for first in (0, 4000):
+    for first in range(0, 4000 * kills, 4000):
         async with service(tmp_path) as process, client_of(tmp_path) as client:
             uploads.ask_for(40)
             tasks = [
@@ -103,7 +105,7 @@ async def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> Non
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     async with service(tmp_path), client_of(tmp_path) as client:
-        assert len(uploads.acknowledged) >= 80
+        assert len(uploads.acknowledged) >= 40 * kills
         for seed, ref in uploads.acknowledged.items():
             assert (await client.frame(ref) == pixels_of(png(seed))).all()
         assert (await client.verify()).corrupt == ()
