@@ -12,7 +12,9 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from omnifleet.launch.supervisor import read_state
+from omnifleet.cli.where import is_up
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.launch.supervisor import last_line, read_state
 from omnifleet.report.records import read_run
 
 _TICK_S = 0.25
@@ -67,10 +69,17 @@ def _watch(run_dir: Path, show: Callable[[list[dict[str, Any]]], None]) -> bool:
     while True:
         rows = read_run(run_dir).steps
         show(rows)
+        lives = is_up(run_dir)  # asked first: what it said last is then there
         state = trainer_state(run_dir)
         if state in ("done", "failed"):
             show(read_run(run_dir).steps)
             return state == "done"
+        if not lives:
+            raise OmnifleetError(
+                Reason.UNAVAILABLE,
+                f"the supervisor of {run_dir.name} ended: {last_line(run_dir / 'logs' / 'supervisor.log')}",
+                knob="omnifleet train goes on from the newest checkpoint",
+            )
         time.sleep(_TICK_S)
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from omnifleet.cli.run import _wait_ready
+from omnifleet.cli.watch import _watch
 from omnifleet.client.fleet import FleetView
 from omnifleet.config.load import recipe_from_mapping
 from omnifleet.config.services import MediaConfig
@@ -156,6 +157,16 @@ def test_waiting_for_services_ends_with_their_supervisor(tmp_path: Path) -> None
     (tmp_path / "logs" / "supervisor.log").write_text("starting\nno such thing\n")
     with pytest.raises(OmnifleetError, match="ended: no such thing"):
         _wait_ready(tmp_path, 1, lambda: False, deadline_s=20)
+
+
+def test_watching_a_run_ends_with_its_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "supervisor.log").write_text("out of memory\n")
+    trainer = {"name": "trainer", "pid": 1, "state": "running"}
+    state = {"pid": 2**22 + 1, "state": "running", "failure": "", "processes": [trainer]}
+    (tmp_path / "supervisor.json").write_text(json.dumps(state))
+    with pytest.raises(OmnifleetError, match="ended: out of memory"):
+        _watch(tmp_path, lambda rows: None)
 
 
 class Nowhere:
