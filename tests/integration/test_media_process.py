@@ -169,14 +169,14 @@ async def test_the_command_line(tmp_path: Path) -> None:
         code, text = await run("gc", "--target-bytes", "0", *where)
         assert (code, text.startswith("freed ")) == (0, True), text
         code, text = await run("stat", digest, *where)
-        assert (code, "not_found" in text, "Traceback" in text) == (1, True, False), text
+        assert (code, "not_found" in text, "Traceback" in text) == (2, True, False), text
 
 
 async def test_a_taken_port_and_a_bad_setting_are_one_line(tmp_path: Path) -> None:
     async with service(tmp_path / "one"):
         address = await peer(tmp_path / "one", "media", deadline_s=30)
         code, text = await run("serve", "--run-dir", str(tmp_path / "two"), "--listen", address)
-        assert (code, "port_taken" in text, "media.listen" in text) == (1, True, True), text
+        assert (code, "port_taken" in text, "media.listen" in text) == (2, True, True), text
         assert "Traceback" not in text
     code, text = await run("serve", "--run-dir", str(tmp_path / "two"), "--set", "media.disk_bites=1")
     assert (code, "did you mean 'disk_bytes'" in text, text.count("\n")) == (1, True, 1), text
