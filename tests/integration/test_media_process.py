@@ -179,7 +179,7 @@ async def test_a_taken_port_and_a_bad_setting_are_one_line(tmp_path: Path) -> No
         assert (code, "port_taken" in text, "media.listen" in text) == (2, True, True), text
         assert "Traceback" not in text
     code, text = await run("serve", "--run-dir", str(tmp_path / "two"), "--set", "media.disk_bites=1")
-    assert (code, "did you mean 'disk_bytes'" in text, text.count("\n")) == (1, True, 1), text
+    assert (code, "did you mean 'disk_bytes'" in text, text.count("\n")) == (2, True, 1), text
 
 
 async def test_the_record_says_where_the_service_is(tmp_path: Path) -> None:
