@@ -36,13 +36,16 @@ def cli_run(tmp_path: Path, random_checkpoint: Path) -> Iterator[Callable[..., C
         base = [
             f"model.path={random_checkpoint}",
             "trainer.backend=fake",
-            "data.max_prompt_tokens=512",
+            "data.max_prompt_tokens=160",
             "sampling.max_tokens=16",
             "trainer.prompts_per_step=4",
             "trainer.generations_per_prompt=4",
             "trainer.checkpoint_every=3",
             "evaluation.size=8",
             "rollout.workers=2",
+            "trainer.groups_at_once=null",
+            "evaluation.every=0",
+            "evaluation.controls=false",
         ]
         made.append(CliRun(tmp_path, [*base, *overrides], engine=engine))
         return made[-1]

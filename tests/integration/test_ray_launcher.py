@@ -176,7 +176,7 @@ def test_a_run_comes_up_and_goes_down_through_ray(tmp_path: Path) -> None:
 
     run = tmp_path / "runs" / "placed"
     model = tmp_path / "model"
-    settings = ["run.name=placed", f"model.path={model}", "rollout.engine.kv_cache_memory_bytes=100000000"]
+    settings = ["run.name=placed", f"model.path={model}", "rollout.workers=1"]
     omnifleet("tiny-model", "--no-warm-start", "--out", str(model))
     omnifleet("up", "cpu-tiny", *settings, "--engine", "fake", "--launcher", "ray")
     try:

@@ -21,11 +21,9 @@ def test_real_engines_survive_kills_and_agree_with_the_trainer(cli_run: Callable
         "trainer.generations_per_prompt=4",
         f"trainer.steps={STEPS}",
         "trainer.checkpoint_every=2",
-        "evaluation.every=0",
+        "trainer.optimizer.lr=1e-5",
         "evaluation.size=16",
-        "evaluation.controls=false",
         "data.train.size=256",
-        "data.max_prompt_tokens=160",
         engine="vllm",
     )
     run.train()
@@ -44,7 +42,7 @@ def test_real_engines_survive_kills_and_agree_with_the_trainer(cli_run: Callable
     ledger = summary["ledger"]
     assert (ledger["consumed"], ledger["consumed_twice"], ledger["lost"]) == (STEPS * 32, 0, 0)
     assert [row["step"] for row in steps] == list(range(STEPS + 1))
-    # Weights as random as these give wide distributions: a stale or mixed weight would show at once.
+    # The steps are too small to move the policy far in one step of lag: more than this is a stale or mixed weight.
     assert summary["tmpe_max"] < 1.02
     assert min(row["lag_max"] for row in steps[1:]) >= 0 and max(row["lag_max"] for row in steps[1:]) <= 1
     assert summary["media"]["bytes_streamed"] == 0, "same-host readers map shared memory"

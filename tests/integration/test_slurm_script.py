@@ -119,7 +119,7 @@ def test_sigterm_lets_the_trainer_write_a_checkpoint_first(cluster: Cluster) -> 
     process = cluster.start(SCRIPT, "omni", TRAIN_WAITS="1")
     wait_until(lambda: (cluster.folder / "calls.training").exists())
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=90)
     assert process.returncode == 143
     assert len(cluster.calls("ray stopped")) == 3
     calls = cluster.calls()
@@ -132,7 +132,7 @@ def test_a_trainer_that_does_not_stop_is_killed(cluster: Cluster) -> None:
     process = cluster.start(SCRIPT, "omni", TRAIN_WAITS="1", OMNIFLEET_STOP_S="1")
     wait_until(lambda: (cluster.folder / "calls.training").exists())
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=90)
     assert process.returncode == 143
 
 

@@ -19,6 +19,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("media", "rollout", "reward", "trainer")
+OPTIONAL = {"datasets"}
+"""Asked for at run time, with an error that says how to install them."""
 PACKAGES = ("omnifleet", *(f"omnifleet_{service}" for service in SERVICES))
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
@@ -171,6 +173,7 @@ def test_a_wheel_declares_what_it_imports(wheels: dict[str, Wheel], package: str
         for file, module in wheels[package].imports()
         if module not in sys.stdlib_module_names
         and module not in PACKAGES
+        and module not in OPTIONAL
         and not {canonicalize_name(name) for name in providers.get(module, [module])} & declared
     }
     assert undeclared == set()
