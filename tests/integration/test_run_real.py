@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from omnifleet.report.records import read_run
-from tests.support_run import CliRun, until
+from tests.support_run import CliRun
 
 STEPS = 8
 
@@ -31,11 +31,6 @@ def test_real_engines_survive_kills_and_agree_with_the_trainer(cli_run: Callable
     run.kill("worker-0")
     run.wait_step(3)
     run.kill("trainer")
-    until(
-        lambda: any(w["id"].startswith("worker-2") for w in run.workers()),
-        120,
-        "a new worker takes the dead one's place",
-    )
     assert run.finish(240) == 0
 
     summary, steps = run.summary(), read_run(run.run_dir).steps
