@@ -83,7 +83,7 @@ def _numeric_checks(run: RunRecords, recipe: Recipe) -> list[Check]:
         Check(
             f"rollout and trainer agree on logprobs: TMPE below {MAX_TMPE} in every step",
             s["tmpe_max"] is not None and float(s["tmpe_max"]) < MAX_TMPE,
-            f"highest {s['tmpe_max']:.5f}",
+            f"highest {s['tmpe_max']:.5f}" if s["tmpe_max"] is not None else "never measured",
         ),
         Check(
             f"weights went back while work went on: at least {MIN_REFITS} refits, some with requests in flight",

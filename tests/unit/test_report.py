@@ -1,0 +1,125 @@
+"""The demo's report: claims follow from numbers, and fail when the numbers do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omnifleet.cli.demo_report import demo_checks, media_checks
+from omnifleet.config import load_recipe
+from omnifleet.report.curves import draw_curves
+from omnifleet.report.page import Check, paired_samples, write_page
+from omnifleet.report.records import RunRecords, read_run
+
+RECIPE = load_recipe("cpu-tiny")
+SAMPLES = RECIPE.trainer.prompts_per_step * RECIPE.trainer.generations_per_prompt
+SUMMARY: dict[str, Any] = {
+    "steps": 20,
+    "heldout_start": 0.55,
+    "heldout_end": 0.85,
+    "controls": {"blank": 0.43, "shuffled": 0.45},
+    "refits": 21,
+    "refits_with_requests_in_flight": 3,
+    "tmpe_max": 1.01,
+    "ledger": {"consumed": 20 * SAMPLES, "consumed_twice": 0},
+}
+CONTROL = {"heldout_start": 0.55, "heldout_end": 0.55, "steps": 4}
+COUNTERS = {
+    "media objects": 10.0,
+    "media decodes": 10.0,
+    "media segments_computed": 10.0,
+    "media bytes_streamed": 0.0,
+    "media shm_maps": 30.0,
+    "worker-0 pictures_sent": 7.0,
+    "worker-0 encoder_items": 7.0,
+}
+
+
+def failing(
+    summary: dict[str, Any], counters: dict[str, float], control: dict[str, Any] = CONTROL
+) -> list[str]:
+    run = RunRecords("t", [], [], {**SUMMARY, **summary})
+    return [c.claim for c in demo_checks(run, RECIPE, control, {**COUNTERS, **counters}) if not c.ok]
+
+
+def test_a_good_run_fails_nothing() -> None:
+    assert failing({}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("summary", "counters", "claim"),
+    [
+        ({"heldout_end": 0.74}, {}, "held-out reward rises"),
+        ({"heldout_start": 0.66}, {}, "held-out reward rises"),
+        ({"controls": {"blank": 0.51}}, {}, "the model looks"),
+        ({"controls": {}}, {}, "the model looks"),
+        ({"tmpe_max": 1.02}, {}, "rollout and trainer agree"),
+        ({"tmpe_max": None}, {}, "rollout and trainer agree"),
+        ({"refits": 19}, {}, "weights went back"),
+        ({"refits_with_requests_in_flight": 0}, {}, "weights went back"),
+        ({"ledger": {"consumed": 20 * SAMPLES - 1, "consumed_twice": 0}}, {}, "every trained sample"),
+        ({"ledger": {"consumed": 20 * SAMPLES, "consumed_twice": 1}}, {}, "every trained sample"),
+        ({}, {"media decodes": 11.0}, "a picture is decoded"),
+        ({}, {"media objects": 0.0}, "a picture is decoded"),
+        ({}, {"media bytes_streamed": 1.0}, "its bytes move once"),
+        ({}, {"worker-0 encoder_items": 8.0}, "it is encoded once"),
+    ],
+)
+def test_each_claim_fails_with_its_number(
+    summary: dict[str, Any], counters: dict[str, float], claim: str
+) -> None:
+    assert any(failed.startswith(claim) for failed in failing(summary, counters))
+
+
+def test_a_control_that_moves_fails() -> None:
+    assert failing({}, {}, {"heldout_start": 0.55, "heldout_end": 0.61, "steps": 4}) != []
+
+
+def test_no_worker_proves_nothing() -> None:
+    assert not media_checks({"media objects": 1.0})[-1].ok
+
+
+def sample(step: int, prompt: str, reward: float) -> dict[str, Any]:
+    text = {"prompt_id": prompt, "media": ["d"], "question": "how many?", "answer": "3"}
+    return {"step": step, "reply": f"<answer>{reward}</answer>", "reward": reward, **text}
+
+
+def test_samples_are_paired_by_prompt_improved_first() -> None:
+    rows = [
+        sample(0, "a", 0.2),
+        sample(0, "b", 0.2),
+        sample(9, "a", 0.2),
+        sample(9, "b", 1.0),
+        sample(9, "c", 1.0),
+    ]
+    pairs = paired_samples(rows, {})
+    assert [(p["before_reward"], p["after_reward"]) for p in pairs] == [(0.2, 1.0), (0.2, 0.2)]
+
+
+def test_page_and_curves_are_written_and_text_is_escaped(tmp_path: Path) -> None:
+    metrics = [{"step": i, "reward": i / 10, "tmpe": 1.0, "heldout_reward": 0.5} for i in range(3)]
+    torn = "\n".join([*map(json.dumps, [*metrics, {"step": 2, "reward": 0.9}]), '{"step": 3, "re'])
+    (tmp_path / "metrics.jsonl").write_text(torn)
+    (tmp_path / "samples.jsonl").write_text(
+        "\n".join(map(json.dumps, [sample(0, "a", 0.2), sample(2, "a", 1.0)]))
+    )
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    run = read_run(tmp_path)
+    assert run.series("reward") == ([0.0, 1.0, 2.0], [0.0, 0.1, 0.9]), "the last record of a step counts"
+    curves = draw_curves(run, tmp_path / "curves.png")
+    assert curves.read_bytes().startswith(b"\x89PNG")
+    checks = [Check("1 < 2", True, "<b>")]
+    page = write_page(
+        run,
+        tmp_path / "r.html",
+        curves=curves,
+        subtitle="s",
+        checks=checks,
+        pictures={"d": b"p"},
+        counters={"x": 1.0},
+    )
+    text = page.read_text()
+    assert "0.55 → 0.85" in text and "&lt;answer&gt;1.0&lt;/answer&gt;" in text and "<b>" not in text
