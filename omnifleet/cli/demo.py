@@ -61,11 +61,11 @@ def demo(
         report = _report(run_dir, recipe, began)
     finally:
         stop_services(run_dir)
-    console.print(report)
+    console.print(report, soft_wrap=True)
 
 
 def _say(number: str, what: str) -> None:
-    console.print(f"[bold]\\[{number}][/bold] {what}")
+    console.print(f"[bold]\\[{number}][/bold] {what}", soft_wrap=True)
 
 
 def _say_warm_start(model: Path) -> None:

@@ -103,9 +103,8 @@ class _LinePrinter:
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         for row in rows[self._shown :]:
-            self._console.print(
-                "  ".join(f"{heading} {_cell(row, key, form)}" for heading, key, form in COLUMNS)
-            )
+            cells = (f"{heading} {_cell(row, key, form)}" for heading, key, form in COLUMNS if key in row)
+            self._console.print("  ".join(cells), soft_wrap=True)
         self._shown = len(rows)
 
 
