@@ -18,15 +18,15 @@ from omnifleet.service import process_lives, read_records
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "cpu-tiny.yaml"
 
 
-def until(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
-    """Wait for an event that has no file descriptor: poll quickly, fail loudly."""
+def until(condition: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
+    """Wait for an event that has no file descriptor: poll quickly, fail loudly (`what` is asked at the end)."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         value = condition()
         if value:
             return value
         time.sleep(0.05)
-    raise AssertionError(f"not within {deadline_s} s: {what}")
+    raise AssertionError(f"not within {deadline_s} s: {what() if callable(what) else what}")
 
 
 class CliRun:
@@ -83,10 +83,10 @@ class CliRun:
                 raise AssertionError(f"training ended at step {self.step()}:\n{self.logs()}")
             return self.step() >= step
 
-        until(reached, deadline_s, f"step {step} (at {self.step()})\n{self.logs()}")
+        until(reached, deadline_s, lambda: f"step {step} (at {self.step()})\n{self.logs()}")
 
     def pid(self, service: str) -> int:
-        return until(lambda: read_records(self.run_dir).get(service), 60, f"{service} is up\n{self.logs()}").pid
+        return until(lambda: read_records(self.run_dir).get(service), 60, lambda: f"{service} is up\n{self.logs()}").pid
 
     def kill(self, service: str) -> None:
         os.kill(self.pid(service), signal.SIGKILL)
