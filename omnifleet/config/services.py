@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from omnifleet.config.base import StrictModel
 from omnifleet.types import InFlight, LogprobsMode
@@ -24,6 +25,40 @@ class MediaLimits(StrictModel):
     """Longest decode of one source; its process is then replaced."""
     decode_memory_bytes: int = Field(2 << 30, gt=0)
     """Address space that one decoder process may add."""
+
+
+class MediaSources(StrictModel):
+    """Where the service may read by itself when a caller names a URL or a path. Default: nowhere."""
+
+    roots: tuple[Path, ...] = ()
+    """Folders whose files may be named by path; links are resolved before the check."""
+    hosts: tuple[str, ...] = ()
+    """Hosts of http(s) URLs: `images.example.org`, `*.example.org`, `*` for every public one; other ports than 80 and 443
+    are named too, as in `HOST:8080`."""
+    networks: tuple[str, ...] = ()
+    """Networks in CIDR form that may be connected to although they are not public, e.g. 10.1.0.0/16."""
+    redirects: int = Field(3, ge=0)
+    """Most redirects that are followed; each is checked like the first URL."""
+    fetch_seconds: float = Field(20.0, gt=0)
+    """Longest download of one URL, from name resolution to the last byte."""
+    fetches: int = Field(8, ge=1)
+    """Downloads at once; four times as many may wait."""
+
+    @field_validator("networks")
+    @classmethod
+    def _are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ip_network(network)
+        return networks
+
+
+class MediaQuota(StrictModel):
+    """What the leases of one run may hold. None: as much as there is."""
+
+    bytes: int | None = Field(None, ge=0)
+    """Canonical bytes of the leased objects, segments and sources; each counted once."""
+    objects: int | None = Field(None, ge=0)
+    """How many objects, segments and sources."""
 
 
 class MediaConfig(StrictModel):
@@ -48,6 +83,12 @@ class MediaConfig(StrictModel):
     processors: tuple[str, ...] = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil")
     """Processor classes that segments may be made with."""
     limits: MediaLimits = MediaLimits()
+    sources: MediaSources = MediaSources()
+    """URLs and paths that callers may name."""
+    quota: MediaQuota = MediaQuota()
+    """For each run that has none of its own in `quotas`."""
+    quotas: dict[str, MediaQuota] = Field(default_factory=dict)
+    """By run."""
 
 
 class RewardConfig(StrictModel):

@@ -45,20 +45,24 @@ class DecodeContract(_message.Message):
     def __init__(self, sampling: _Optional[str] = ..., num_frames: _Optional[int] = ..., fps: _Optional[float] = ..., temporal_patch: _Optional[int] = ..., background: _Optional[str] = ...) -> None: ...
 
 class PutHeader(_message.Message):
-    __slots__ = ("kind", "run", "lease_owner", "lease_ttl_ms", "contract", "durability")
+    __slots__ = ("kind", "run", "lease_owner", "lease_ttl_ms", "contract", "durability", "url", "bytes")
     KIND_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEASE_OWNER_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: _common_pb2.MediaKind
     run: str
     lease_owner: str
     lease_ttl_ms: int
     contract: DecodeContract
     durability: Durability
-    def __init__(self, kind: _Optional[_Union[_common_pb2.MediaKind, str]] = ..., run: _Optional[str] = ..., lease_owner: _Optional[str] = ..., lease_ttl_ms: _Optional[int] = ..., contract: _Optional[_Union[DecodeContract, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
+    url: str
+    bytes: int
+    def __init__(self, kind: _Optional[_Union[_common_pb2.MediaKind, str]] = ..., run: _Optional[str] = ..., lease_owner: _Optional[str] = ..., lease_ttl_ms: _Optional[int] = ..., contract: _Optional[_Union[DecodeContract, _Mapping]] = ..., durability: _Optional[_Union[Durability, str]] = ..., url: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("header", "chunk")
@@ -174,6 +178,18 @@ class StatReply(_message.Message):
     leases: int
     tiers: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, info: _Optional[_Union[ObjectInfo, _Mapping]] = ..., leases: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WhereRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WhereReply(_message.Message):
+    __slots__ = ("shared_folder", "instance")
+    SHARED_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    shared_folder: str
+    instance: str
+    def __init__(self, shared_folder: _Optional[str] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class TakeLeaseRequest(_message.Message):
     __slots__ = ("run", "owner", "ttl_ms", "digests")
