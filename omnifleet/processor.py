@@ -1,4 +1,4 @@
-"""Image processors by content: what a checkpoint says about its own, without the library that runs them."""
+"""Media processors by content: what a checkpoint says about its own, without the library that runs them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from omnifleet.errors import OmnifleetError, Reason, invalid
 _NOT_SEMANTIC = frozenset(
     {
         "image_processor_type",
+        "video_processor_type",
         "feature_extractor_type",
         "processor_class",
         "auto_map",
@@ -22,11 +23,21 @@ _NOT_SEMANTIC = frozenset(
     }
 )
 _PATH_ENDINGS = ("_path", "_dir", "_file", "_folder")
-_PLACEHOLDERS = ("image_token_id", "image_token_index", "img_context_token_id")
+# Frames are sampled under a decode contract; what a processor would sample itself changes nothing.
+_SAMPLING = frozenset(
+    {"do_sample_frames", "num_frames", "fps", "min_frames", "max_frames", "return_metadata", "video_metadata"}
+)
+_IMAGE_PLACEHOLDERS = ("image_token_id", "image_token_index", "img_context_token_id")
+_VIDEO_PLACEHOLDERS = ("video_token_id", "video_token_index", "video_context_token_id")
+_CLIPS_OF = {
+    "Qwen2VLImageProcessor": "Qwen2VLVideoProcessor",
+    "Qwen2VLImageProcessorPil": "Qwen2VLVideoProcessor",
+    "NemotronH_Omni_Reasoning_V3ImageProcessor": "NemotronH_Omni_Reasoning_V3VideoProcessor",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class ImageProcessorSpec:
+class ProcessorSpec:
     """A processor class and the settings that change its output; no path, no version of a library."""
 
     class_name: str
@@ -37,8 +48,16 @@ class ImageProcessorSpec:
         """Canonical JSON of `config`: the form that goes over the wire and into fingerprints."""
         return canonical_json(self.config).decode()
 
+    @property
+    def temporal_patch(self) -> int:
+        """Frames that one temporal patch packs; what a clip's decode contract should ask for."""
+        return int(self.config.get("temporal_patch_size") or self.config.get("video_temporal_patch_dim") or 2)
 
-def read_image_processor(model_dir: Path) -> ImageProcessorSpec:
+
+ImageProcessorSpec = ProcessorSpec
+
+
+def read_image_processor(model_dir: Path) -> ProcessorSpec:
     """The image processor of a Hugging Face checkpoint folder.
 
     Reads preprocessor_config.json, or the `image_processor` part of processor_config.json. Path-like keys and keys
@@ -53,7 +72,28 @@ def read_image_processor(model_dir: Path) -> ImageProcessorSpec:
         )
     config = {key: value for key, value in body.items() if _changes_pixels(key)}
     # Checkpoints of transformers 4 name the torch class by this suffix; 5 dropped it.
-    return ImageProcessorSpec(class_name.removesuffix("Fast"), config)
+    return ProcessorSpec(class_name.removesuffix("Fast"), config)
+
+
+def read_video_processor(model_dir: Path) -> ProcessorSpec:
+    """The processor of clips of a Hugging Face checkpoint folder, without its own sampling of frames.
+
+    Reads video_preprocessor_config.json, or the `video_processor` part of processor_config.json; older checkpoints have
+    neither, and their clips go by the settings of pictures. Raises as `read_image_processor`, and UNSUPPORTED if the
+    family takes no clips.
+    """
+    body = _read_json(model_dir / "video_preprocessor_config.json")
+    if body is None:
+        nested = (_read_json(model_dir / "processor_config.json") or {}).get("video_processor")
+        body = nested if isinstance(nested, dict) else None
+    if body is None:
+        return _clips_like_pictures(model_dir)
+    class_name = body.get("video_processor_type")
+    if not isinstance(class_name, str):
+        raise invalid(
+            f"{model_dir}: the video processor has no video_processor_type", reason=Reason.INVALID_CONFIG
+        )
+    return ProcessorSpec(class_name, _of_clips(body))
 
 
 def image_token_id(model_dir: Path) -> int:
@@ -61,14 +101,40 @@ def image_token_id(model_dir: Path) -> int:
 
     Raises OmnifleetError(MODEL_MISSING) without the file, INVALID_CONFIG if the model has no such token.
     """
+    return _token_id(model_dir, _IMAGE_PLACEHOLDERS, "image")
+
+
+def video_token_id(model_dir: Path) -> int:
+    """Id of the placeholder token that stands for a feature of a clip; raises as `image_token_id`.
+
+    Families without one of their own write clips with the image token.
+    """
+    return _token_id(model_dir, (*_VIDEO_PLACEHOLDERS, *_IMAGE_PLACEHOLDERS), "video")
+
+
+def _token_id(model_dir: Path, names: tuple[str, ...], kind: str) -> int:
     path = model_dir / "config.json"
     config = _read_json(path)
     if config is None:
         raise OmnifleetError(Reason.MODEL_MISSING, f"{path} is missing", knob="model.path")
-    for name in _PLACEHOLDERS:
+    for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise invalid(f"{path} names no image token ({', '.join(_PLACEHOLDERS)})", reason=Reason.INVALID_CONFIG)
+    raise invalid(f"{path} names no {kind} token ({', '.join(names)})", reason=Reason.INVALID_CONFIG)
+
+
+def _clips_like_pictures(model_dir: Path) -> ProcessorSpec:
+    pictures = read_image_processor(model_dir)
+    class_name = _CLIPS_OF.get(pictures.class_name)
+    if class_name is None:
+        raise OmnifleetError(
+            Reason.UNSUPPORTED, f"{model_dir}: no video processor is known beside {pictures.class_name}"
+        )
+    return ProcessorSpec(class_name, _of_clips(pictures.config))
+
+
+def _of_clips(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if _changes_pixels(key) and key not in _SAMPLING}
 
 
 def _image_processor_body(model_dir: Path) -> dict[str, Any]:
