@@ -21,6 +21,8 @@ class MediaLimits(StrictModel):
     """Largest width x height of one picture or frame."""
     frames: int = Field(2048, gt=0)
     """Most frames taken from one clip."""
+    seconds: float = Field(3600.0, gt=0)
+    """Longest audio track, and longest clip of which all frames are wanted."""
     decode_seconds: float = Field(20.0, gt=0)
     """Longest decode of one source; its process is then replaced."""
     decode_memory_bytes: int = Field(2 << 30, gt=0)
@@ -80,7 +82,13 @@ class MediaConfig(StrictModel):
     """`sqlite`, or a Redis address redis://HOST:PORT/DB."""
     decoders: int = Field(1, ge=1)
     """Decoder processes."""
-    processors: tuple[str, ...] = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil")
+    processors: tuple[str, ...] = (
+        "Qwen2VLImageProcessor",
+        "Qwen2VLImageProcessorPil",
+        "Qwen2VLVideoProcessor",
+        "NemotronH_Omni_Reasoning_V3ImageProcessor",
+        "NemotronH_Omni_Reasoning_V3VideoProcessor",
+    )
     """Processor classes that segments may be made with."""
     limits: MediaLimits = MediaLimits()
     sources: MediaSources = MediaSources()

@@ -31,18 +31,22 @@ OBJECT_PART_SOURCE: ObjectPart
 OBJECT_PART_SEGMENT: ObjectPart
 
 class DecodeContract(_message.Message):
-    __slots__ = ("sampling", "num_frames", "fps", "temporal_patch", "background")
+    __slots__ = ("sampling", "num_frames", "fps", "temporal_patch", "background", "indices", "sample_rate")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     FPS_FIELD_NUMBER: _ClassVar[int]
     TEMPORAL_PATCH_FIELD_NUMBER: _ClassVar[int]
     BACKGROUND_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_RATE_FIELD_NUMBER: _ClassVar[int]
     sampling: str
     num_frames: int
     fps: float
     temporal_patch: int
     background: str
-    def __init__(self, sampling: _Optional[str] = ..., num_frames: _Optional[int] = ..., fps: _Optional[float] = ..., temporal_patch: _Optional[int] = ..., background: _Optional[str] = ...) -> None: ...
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    sample_rate: int
+    def __init__(self, sampling: _Optional[str] = ..., num_frames: _Optional[int] = ..., fps: _Optional[float] = ..., temporal_patch: _Optional[int] = ..., background: _Optional[str] = ..., indices: _Optional[_Iterable[int]] = ..., sample_rate: _Optional[int] = ...) -> None: ...
 
 class PutHeader(_message.Message):
     __slots__ = ("kind", "run", "lease_owner", "lease_ttl_ms", "contract", "durability", "url", "bytes")
@@ -89,7 +93,7 @@ class PutReply(_message.Message):
     def __init__(self, ref: _Optional[_Union[_common_pb2.MediaRef, _Mapping]] = ..., source_digest: _Optional[str] = ..., decoded: _Optional[bool] = ..., durability: _Optional[_Union[Durability, str]] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., info: _Optional[_Union[ObjectInfo, _Mapping]] = ...) -> None: ...
 
 class ObjectInfo(_message.Message):
-    __slots__ = ("ref", "frame_digests", "timestamps_s", "width", "height", "bytes", "facts")
+    __slots__ = ("ref", "frame_digests", "timestamps_s", "width", "height", "bytes", "facts", "sample_rate", "samples")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +108,8 @@ class ObjectInfo(_message.Message):
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_RATE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     ref: _common_pb2.MediaRef
     frame_digests: _containers.RepeatedScalarFieldContainer[str]
     timestamps_s: _containers.RepeatedScalarFieldContainer[float]
@@ -111,7 +117,9 @@ class ObjectInfo(_message.Message):
     height: int
     bytes: int
     facts: _containers.ScalarMap[str, str]
-    def __init__(self, ref: _Optional[_Union[_common_pb2.MediaRef, _Mapping]] = ..., frame_digests: _Optional[_Iterable[str]] = ..., timestamps_s: _Optional[_Iterable[float]] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., bytes: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    sample_rate: int
+    samples: int
+    def __init__(self, ref: _Optional[_Union[_common_pb2.MediaRef, _Mapping]] = ..., frame_digests: _Optional[_Iterable[str]] = ..., timestamps_s: _Optional[_Iterable[float]] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., bytes: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ..., sample_rate: _Optional[int] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("part", "digest", "offset", "length", "run", "same_host")
@@ -178,18 +186,6 @@ class StatReply(_message.Message):
     leases: int
     tiers: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, info: _Optional[_Union[ObjectInfo, _Mapping]] = ..., leases: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class WhereRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class WhereReply(_message.Message):
-    __slots__ = ("shared_folder", "instance")
-    SHARED_FOLDER_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    shared_folder: str
-    instance: str
-    def __init__(self, shared_folder: _Optional[str] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class TakeLeaseRequest(_message.Message):
     __slots__ = ("run", "owner", "ttl_ms", "digests")
@@ -258,7 +254,7 @@ class SegmentRequest(_message.Message):
     def __init__(self, ref: _Optional[_Union[_common_pb2.MediaRef, _Mapping]] = ..., processor: _Optional[_Union[ProcessorSpec, _Mapping]] = ..., run: _Optional[str] = ..., same_host: _Optional[bool] = ...) -> None: ...
 
 class SegmentReply(_message.Message):
-    __slots__ = ("key", "bytes", "token_count", "grid", "shm_path", "computed", "fingerprint", "content_digest")
+    __slots__ = ("key", "bytes", "token_count", "grid", "shm_path", "computed", "fingerprint", "content_digest", "times_s")
     KEY_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +263,7 @@ class SegmentReply(_message.Message):
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CONTENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TIMES_S_FIELD_NUMBER: _ClassVar[int]
     key: str
     bytes: int
     token_count: int
@@ -275,7 +272,8 @@ class SegmentReply(_message.Message):
     computed: bool
     fingerprint: str
     content_digest: str
-    def __init__(self, key: _Optional[str] = ..., bytes: _Optional[int] = ..., token_count: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., shm_path: _Optional[str] = ..., computed: _Optional[bool] = ..., fingerprint: _Optional[str] = ..., content_digest: _Optional[str] = ...) -> None: ...
+    times_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, key: _Optional[str] = ..., bytes: _Optional[int] = ..., token_count: _Optional[int] = ..., grid: _Optional[_Iterable[int]] = ..., shm_path: _Optional[str] = ..., computed: _Optional[bool] = ..., fingerprint: _Optional[str] = ..., content_digest: _Optional[str] = ..., times_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CollectRequest(_message.Message):
     __slots__ = ("target_bytes", "dry_run")
