@@ -15,6 +15,7 @@ class Reason(StrEnum):
     INVALID_REQUEST = "invalid_request"  # INVALID_ARGUMENT
     INVALID_MEDIA = "invalid_media"  # INVALID_ARGUMENT
     PROMPT_TOO_LONG = "prompt_too_long"  # INVALID_ARGUMENT
+    HISTORY_CHANGED = "history_changed"  # INVALID_ARGUMENT: a turn's history is not what the session holds
     LIMIT_EXCEEDED = "limit_exceeded"  # RESOURCE_EXHAUSTED
     NOT_FOUND = "not_found"  # NOT_FOUND
     MEDIA_LOST = "media_lost"  # NOT_FOUND

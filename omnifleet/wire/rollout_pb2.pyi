@@ -40,17 +40,19 @@ class TokenPrompt(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "template_kwargs_json")
+    __slots__ = ("messages_json", "tools_json", "template_kwargs_json", "required_prefix_token_ids")
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     messages_json: str
     tools_json: str
     template_kwargs_json: str
-    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., template_kwargs_json: _Optional[str] = ...) -> None: ...
+    required_prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., template_kwargs_json: _Optional[str] = ..., required_prefix_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "identity", "tokens", "chat", "media", "sampling", "weight_version", "priority", "return_prompt_token_ids", "return_text", "continuation", "expected_logprobs_mode")
+    __slots__ = ("request_id", "identity", "tokens", "chat", "media", "sampling", "weight_version", "priority", "return_prompt_token_ids", "return_text", "continuation", "expected_logprobs_mode", "whole_samples")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +65,7 @@ class GenerateRequest(_message.Message):
     RETURN_TEXT_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     identity: _common_pb2.Identity
     tokens: TokenPrompt
@@ -75,7 +78,8 @@ class GenerateRequest(_message.Message):
     return_text: bool
     continuation: Continuation
     expected_logprobs_mode: str
-    def __init__(self, request_id: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., weight_version: _Optional[_Union[_common_pb2.VersionBound, _Mapping]] = ..., priority: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., return_text: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., expected_logprobs_mode: _Optional[str] = ...) -> None: ...
+    whole_samples: bool
+    def __init__(self, request_id: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., weight_version: _Optional[_Union[_common_pb2.VersionBound, _Mapping]] = ..., priority: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., return_text: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., expected_logprobs_mode: _Optional[str] = ..., whole_samples: _Optional[bool] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("token_ids", "logprobs", "spans")
@@ -102,20 +106,26 @@ class GenerateEvent(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., prompt: _Optional[_Union[PromptEcho, _Mapping]] = ..., chunk: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[SampleFailed, _Mapping]] = ...) -> None: ...
 
 class PromptEcho(_message.Message):
-    __slots__ = ("prompt_hash", "token_ids", "prompt_tokens", "worker", "logprobs_mode", "media")
+    __slots__ = ("prompt_hash", "token_ids", "prompt_tokens", "worker", "logprobs_mode", "media", "engine", "processor_fingerprints", "max_tokens")
     PROMPT_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    PROCESSOR_FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_hash: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
     worker: str
     logprobs_mode: str
     media: _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaRef]
-    def __init__(self, prompt_hash: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., worker: _Optional[str] = ..., logprobs_mode: _Optional[str] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ...) -> None: ...
+    engine: str
+    processor_fingerprints: _containers.RepeatedScalarFieldContainer[str]
+    max_tokens: int
+    def __init__(self, prompt_hash: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., worker: _Optional[str] = ..., logprobs_mode: _Optional[str] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., engine: _Optional[str] = ..., processor_fingerprints: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("token_ids", "logprobs", "text", "spans")
@@ -200,3 +210,19 @@ class ScoreTokensReply(_message.Message):
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     version: _common_pb2.WeightVersion
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+
+class SetBudgetRequest(_message.Message):
+    __slots__ = ("run", "samples", "version")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    samples: int
+    version: _common_pb2.WeightVersion
+    def __init__(self, run: _Optional[str] = ..., samples: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+
+class SetBudgetReply(_message.Message):
+    __slots__ = ("unused",)
+    UNUSED_FIELD_NUMBER: _ClassVar[int]
+    unused: int
+    def __init__(self, unused: _Optional[int] = ...) -> None: ...

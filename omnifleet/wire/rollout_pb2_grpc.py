@@ -60,6 +60,11 @@ class RolloutStub:
                 request_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
                 response_deserializer=omnifleet_dot_v1alpha_dot_rollout__pb2.ScoreTokensReply.FromString,
                 _registered_method=True)
+        self.SetBudget = channel.unary_unary(
+                '/omnifleet.v1alpha.Rollout/SetBudget',
+                request_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.SetBudgetRequest.SerializeToString,
+                response_deserializer=omnifleet_dot_v1alpha_dot_rollout__pb2.SetBudgetReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/omnifleet.v1alpha.Rollout/Status',
                 request_serializer=omnifleet_dot_v1alpha_dot_common__pb2.StatusRequest.SerializeToString,
@@ -103,6 +108,13 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetBudget(self, request, context):
+        """Trainer side: how many samples of a run may still be started for the weights of now (gateway only).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -136,6 +148,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.ScoreTokens,
                     request_deserializer=omnifleet_dot_v1alpha_dot_rollout__pb2.ScoreTokensRequest.FromString,
                     response_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.ScoreTokensReply.SerializeToString,
+            ),
+            'SetBudget': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetBudget,
+                    request_deserializer=omnifleet_dot_v1alpha_dot_rollout__pb2.SetBudgetRequest.FromString,
+                    response_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.SetBudgetReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -278,6 +295,33 @@ class Rollout:
             '/omnifleet.v1alpha.Rollout/ScoreTokens',
             omnifleet_dot_v1alpha_dot_rollout__pb2.ScoreTokensRequest.SerializeToString,
             omnifleet_dot_v1alpha_dot_rollout__pb2.ScoreTokensReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetBudget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omnifleet.v1alpha.Rollout/SetBudget',
+            omnifleet_dot_v1alpha_dot_rollout__pb2.SetBudgetRequest.SerializeToString,
+            omnifleet_dot_v1alpha_dot_rollout__pb2.SetBudgetReply.FromString,
             options,
             channel_credentials,
             insecure,
