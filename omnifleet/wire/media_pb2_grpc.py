@@ -60,11 +60,6 @@ class MediaStub:
                 request_serializer=omnifleet_dot_v1alpha_dot_media__pb2.StatRequest.SerializeToString,
                 response_deserializer=omnifleet_dot_v1alpha_dot_media__pb2.StatReply.FromString,
                 _registered_method=True)
-        self.Where = channel.unary_unary(
-                '/omnifleet.v1alpha.Media/Where',
-                request_serializer=omnifleet_dot_v1alpha_dot_media__pb2.WhereRequest.SerializeToString,
-                response_deserializer=omnifleet_dot_v1alpha_dot_media__pb2.WhereReply.FromString,
-                _registered_method=True)
         self.TakeLease = channel.unary_unary(
                 '/omnifleet.v1alpha.Media/TakeLease',
                 request_serializer=omnifleet_dot_v1alpha_dot_media__pb2.TakeLeaseRequest.SerializeToString,
@@ -137,12 +132,6 @@ class MediaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stat(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Where(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,11 +215,6 @@ def add_MediaServicer_to_server(servicer, server):
                     servicer.Stat,
                     request_deserializer=omnifleet_dot_v1alpha_dot_media__pb2.StatRequest.FromString,
                     response_serializer=omnifleet_dot_v1alpha_dot_media__pb2.StatReply.SerializeToString,
-            ),
-            'Where': grpc.unary_unary_rpc_method_handler(
-                    servicer.Where,
-                    request_deserializer=omnifleet_dot_v1alpha_dot_media__pb2.WhereRequest.FromString,
-                    response_serializer=omnifleet_dot_v1alpha_dot_media__pb2.WhereReply.SerializeToString,
             ),
             'TakeLease': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeLease,
@@ -408,33 +392,6 @@ class Media:
             '/omnifleet.v1alpha.Media/Stat',
             omnifleet_dot_v1alpha_dot_media__pb2.StatRequest.SerializeToString,
             omnifleet_dot_v1alpha_dot_media__pb2.StatReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Where(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/omnifleet.v1alpha.Media/Where',
-            omnifleet_dot_v1alpha_dot_media__pb2.WhereRequest.SerializeToString,
-            omnifleet_dot_v1alpha_dot_media__pb2.WhereReply.FromString,
             options,
             channel_credentials,
             insecure,
