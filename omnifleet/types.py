@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import Any, NewType
 
 Digest = NewType("Digest", str)
 """64 hex characters: a BLAKE3-256 of content (see `omnifleet.address`)."""
@@ -213,11 +213,21 @@ class Outcome(StrEnum):
     STALE = "stale"
 
 
+class Mark(StrEnum):
+    """How a score came about, best first. TIMEOUT and CRASHED: judging the reply used up its time or its memory."""
+
+    SCORED = "scored"
+    UNPARSEABLE = "unparseable"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One scored sample with everything the trainer needs to check and to train on it.
 
     prompt_token_ids: expanded ids as the engine saw them. token_ids/logprobs/spans: as in Sample.
+    prompt, ground_truth, extra: what the reward was asked with beside the text, so that it can be asked again.
     """
 
     id: str
@@ -234,6 +244,9 @@ class Trajectory:
     reward: float
     reward_version: str
     components: dict[str, float] = field(default_factory=dict)
+    prompt: str = ""
+    ground_truth: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def oldest_version(self) -> int:

@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from omnifleet.wire import common_pb2 as omnifleet_dot_v1alpha_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eomnifleet/v1alpha/reward.proto\x12\x11omnifleet.v1alpha\x1a\x1eomnifleet/v1alpha/common.proto\"P\n\nScorerSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x13\n\x0bparams_json\x18\x04 \x01(\t\"\xd5\x01\n\tScoreItem\x12\n\n\x02id\x18\x01 \x01(\t\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Identity\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x0e\n\x06prompt\x18\x05 \x01(\t\x12*\n\x05media\x18\x06 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\x12\x12\n\nextra_json\x18\x07 \x01(\t\x12\x15\n\rprompt_suffix\x18\x08 \x01(\t\"\x84\x01\n\x0cScoreRequest\x12.\n\x07scorers\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.ScorerSpec\x12+\n\x05items\x18\x02 \x03(\x0b\x32\x1c.omnifleet.v1alpha.ScoreItem\x12\x17\n\x0fitem_timeout_ms\x18\x03 \x01(\r\"Q\n\x0e\x43omponentScore\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x14\n\x07\x63orrect\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\n\n\x08_correct\"\xae\x01\n\tItemScore\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x14\n\x07\x63orrect\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x35\n\ncomponents\x18\x04 \x03(\x0b\x32!.omnifleet.v1alpha.ComponentScore\x12-\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1e.omnifleet.v1alpha.ErrorDetailB\n\n\x08_correct\"R\n\nScoreReply\x12,\n\x06scores\x18\x01 \x03(\x0b\x32\x1c.omnifleet.v1alpha.ItemScore\x12\x16\n\x0ereward_version\x18\x02 \x01(\t\"\x14\n\x12ListScorersRequest\"T\n\nScorerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03\x64oc\x18\x03 \x01(\t\x12\x1a\n\x12params_schema_json\x18\x04 \x01(\t\"B\n\x10ListScorersReply\x12.\n\x07scorers\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.ScorerInfo\"`\n\x17ReachableMaximumRequest\x12.\n\x07scorers\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.ScorerSpec\x12\x15\n\rprompt_suffix\x18\x02 \x01(\t\"Q\n\x15ReachableMaximumReply\x12\x0f\n\x07maximum\x18\x01 \x01(\x01\x12\x0f\n\x07\x65xample\x18\x02 \x01(\t\x12\x16\n\x0ereward_version\x18\x03 \x01(\t2\xb9\x03\n\x06Reward\x12S\n\tHandshake\x12#.omnifleet.v1alpha.HandshakeRequest\x1a!.omnifleet.v1alpha.HandshakeReply\x12G\n\x05Score\x12\x1f.omnifleet.v1alpha.ScoreRequest\x1a\x1d.omnifleet.v1alpha.ScoreReply\x12Y\n\x0bListScorers\x12%.omnifleet.v1alpha.ListScorersRequest\x1a#.omnifleet.v1alpha.ListScorersReply\x12h\n\x10ReachableMaximum\x12*.omnifleet.v1alpha.ReachableMaximumRequest\x1a(.omnifleet.v1alpha.ReachableMaximumReply\x12L\n\x06Status\x12 .omnifleet.v1alpha.StatusRequest\x1a .omnifleet.v1alpha.ServiceStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eomnifleet/v1alpha/reward.proto\x12\x11omnifleet.v1alpha\x1a\x1eomnifleet/v1alpha/common.proto\"P\n\nScorerSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x13\n\x0bparams_json\x18\x04 \x01(\t\"\xd5\x01\n\tScoreItem\x12\n\n\x02id\x18\x01 \x01(\t\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Identity\x12\x10\n\x08response\x18\x03 \x01(\t\x12\x14\n\x0cground_truth\x18\x04 \x01(\t\x12\x0e\n\x06prompt\x18\x05 \x01(\t\x12*\n\x05media\x18\x06 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\x12\x12\n\nextra_json\x18\x07 \x01(\t\x12\x15\n\rprompt_suffix\x18\x08 \x01(\t\"\x84\x01\n\x0cScoreRequest\x12.\n\x07scorers\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.ScorerSpec\x12+\n\x05items\x18\x02 \x03(\x0b\x32\x1c.omnifleet.v1alpha.ScoreItem\x12\x17\n\x0fitem_timeout_ms\x18\x03 \x01(\r\"x\n\x0e\x43omponentScore\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x14\n\x07\x63orrect\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12%\n\x04mark\x18\x04 \x01(\x0e\x32\x17.omnifleet.v1alpha.MarkB\n\n\x08_correct\"\xd5\x01\n\tItemScore\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x14\n\x07\x63orrect\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x35\n\ncomponents\x18\x04 \x03(\x0b\x32!.omnifleet.v1alpha.ComponentScore\x12-\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1e.omnifleet.v1alpha.ErrorDetail\x12%\n\x04mark\x18\x06 \x01(\x0e\x32\x17.omnifleet.v1alpha.MarkB\n\n\x08_correct\"R\n\nScoreReply\x12,\n\x06scores\x18\x01 \x03(\x0b\x32\x1c.omnifleet.v1alpha.ItemScore\x12\x16\n\x0ereward_version\x18\x02 \x01(\t\"\x14\n\x12ListScorersRequest\"T\n\nScorerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03\x64oc\x18\x03 \x01(\t\x12\x1a\n\x12params_schema_json\x18\x04 \x01(\t\"B\n\x10ListScorersReply\x12.\n\x07scorers\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.ScorerInfo\"`\n\x17ReachableMaximumRequest\x12.\n\x07scorers\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.ScorerSpec\x12\x15\n\rprompt_suffix\x18\x02 \x01(\t\"Q\n\x15ReachableMaximumReply\x12\x0f\n\x07maximum\x18\x01 \x01(\x01\x12\x0f\n\x07\x65xample\x18\x02 \x01(\t\x12\x16\n\x0ereward_version\x18\x03 \x01(\t*g\n\x04Mark\x12\x14\n\x10MARK_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMARK_SCORED\x10\x01\x12\x14\n\x10MARK_UNPARSEABLE\x10\x02\x12\x10\n\x0cMARK_TIMEOUT\x10\x03\x12\x10\n\x0cMARK_CRASHED\x10\x04\x32\xb9\x03\n\x06Reward\x12S\n\tHandshake\x12#.omnifleet.v1alpha.HandshakeRequest\x1a!.omnifleet.v1alpha.HandshakeReply\x12G\n\x05Score\x12\x1f.omnifleet.v1alpha.ScoreRequest\x1a\x1d.omnifleet.v1alpha.ScoreReply\x12Y\n\x0bListScorers\x12%.omnifleet.v1alpha.ListScorersRequest\x1a#.omnifleet.v1alpha.ListScorersReply\x12h\n\x10ReachableMaximum\x12*.omnifleet.v1alpha.ReachableMaximumRequest\x1a(.omnifleet.v1alpha.ReachableMaximumReply\x12L\n\x06Status\x12 .omnifleet.v1alpha.StatusRequest\x1a .omnifleet.v1alpha.ServiceStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'omnifleet.wire.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_MARK']._serialized_start=1297
+  _globals['_MARK']._serialized_end=1400
   _globals['_SCORERSPEC']._serialized_start=85
   _globals['_SCORERSPEC']._serialized_end=165
   _globals['_SCOREITEM']._serialized_start=168
@@ -39,21 +41,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST']._serialized_start=384
   _globals['_SCOREREQUEST']._serialized_end=516
   _globals['_COMPONENTSCORE']._serialized_start=518
-  _globals['_COMPONENTSCORE']._serialized_end=599
-  _globals['_ITEMSCORE']._serialized_start=602
-  _globals['_ITEMSCORE']._serialized_end=776
-  _globals['_SCOREREPLY']._serialized_start=778
-  _globals['_SCOREREPLY']._serialized_end=860
-  _globals['_LISTSCORERSREQUEST']._serialized_start=862
-  _globals['_LISTSCORERSREQUEST']._serialized_end=882
-  _globals['_SCORERINFO']._serialized_start=884
-  _globals['_SCORERINFO']._serialized_end=968
-  _globals['_LISTSCORERSREPLY']._serialized_start=970
-  _globals['_LISTSCORERSREPLY']._serialized_end=1036
-  _globals['_REACHABLEMAXIMUMREQUEST']._serialized_start=1038
-  _globals['_REACHABLEMAXIMUMREQUEST']._serialized_end=1134
-  _globals['_REACHABLEMAXIMUMREPLY']._serialized_start=1136
-  _globals['_REACHABLEMAXIMUMREPLY']._serialized_end=1217
-  _globals['_REWARD']._serialized_start=1220
-  _globals['_REWARD']._serialized_end=1661
+  _globals['_COMPONENTSCORE']._serialized_end=638
+  _globals['_ITEMSCORE']._serialized_start=641
+  _globals['_ITEMSCORE']._serialized_end=854
+  _globals['_SCOREREPLY']._serialized_start=856
+  _globals['_SCOREREPLY']._serialized_end=938
+  _globals['_LISTSCORERSREQUEST']._serialized_start=940
+  _globals['_LISTSCORERSREQUEST']._serialized_end=960
+  _globals['_SCORERINFO']._serialized_start=962
+  _globals['_SCORERINFO']._serialized_end=1046
+  _globals['_LISTSCORERSREPLY']._serialized_start=1048
+  _globals['_LISTSCORERSREPLY']._serialized_end=1114
+  _globals['_REACHABLEMAXIMUMREQUEST']._serialized_start=1116
+  _globals['_REACHABLEMAXIMUMREQUEST']._serialized_end=1212
+  _globals['_REACHABLEMAXIMUMREPLY']._serialized_start=1214
+  _globals['_REACHABLEMAXIMUMREPLY']._serialized_end=1295
+  _globals['_REWARD']._serialized_start=1403
+  _globals['_REWARD']._serialized_end=1844
 # @@protoc_insertion_point(module_scope)

@@ -1,11 +1,25 @@
 from omnifleet.wire import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Mark(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MARK_UNSPECIFIED: _ClassVar[Mark]
+    MARK_SCORED: _ClassVar[Mark]
+    MARK_UNPARSEABLE: _ClassVar[Mark]
+    MARK_TIMEOUT: _ClassVar[Mark]
+    MARK_CRASHED: _ClassVar[Mark]
+MARK_UNSPECIFIED: Mark
+MARK_SCORED: Mark
+MARK_UNPARSEABLE: Mark
+MARK_TIMEOUT: Mark
+MARK_CRASHED: Mark
 
 class ScorerSpec(_message.Message):
     __slots__ = ("name", "version", "weight", "params_json")
@@ -50,28 +64,32 @@ class ScoreRequest(_message.Message):
     def __init__(self, scorers: _Optional[_Iterable[_Union[ScorerSpec, _Mapping]]] = ..., items: _Optional[_Iterable[_Union[ScoreItem, _Mapping]]] = ..., item_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class ComponentScore(_message.Message):
-    __slots__ = ("scorer", "score", "correct")
+    __slots__ = ("scorer", "score", "correct", "mark")
     SCORER_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     CORRECT_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     scorer: str
     score: float
     correct: bool
-    def __init__(self, scorer: _Optional[str] = ..., score: _Optional[float] = ..., correct: _Optional[bool] = ...) -> None: ...
+    mark: Mark
+    def __init__(self, scorer: _Optional[str] = ..., score: _Optional[float] = ..., correct: _Optional[bool] = ..., mark: _Optional[_Union[Mark, str]] = ...) -> None: ...
 
 class ItemScore(_message.Message):
-    __slots__ = ("id", "score", "correct", "components", "error")
+    __slots__ = ("id", "score", "correct", "components", "error", "mark")
     ID_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     CORRECT_FIELD_NUMBER: _ClassVar[int]
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     id: str
     score: float
     correct: bool
     components: _containers.RepeatedCompositeFieldContainer[ComponentScore]
     error: _common_pb2.ErrorDetail
-    def __init__(self, id: _Optional[str] = ..., score: _Optional[float] = ..., correct: _Optional[bool] = ..., components: _Optional[_Iterable[_Union[ComponentScore, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    mark: Mark
+    def __init__(self, id: _Optional[str] = ..., score: _Optional[float] = ..., correct: _Optional[bool] = ..., components: _Optional[_Iterable[_Union[ComponentScore, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mark: _Optional[_Union[Mark, str]] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
     __slots__ = ("scores", "reward_version")

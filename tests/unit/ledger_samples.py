@@ -43,6 +43,9 @@ def group_of(
             reward=reward,
             reward_version="exact@1",
             components={"exact@1": reward},
+            prompt="Is it red?",
+            ground_truth="yes",
+            extra={"task": "colour"},
         )
         for index in range(samples)
     ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from PIL import Image
 
@@ -14,6 +15,7 @@ class PromptRow:
     """One prompt: ``images`` are PNG bytes in the order the chat shows them, before ``text``.
 
     ``prompt_id`` is unique within and stable across runs; ``answer`` is what the scorer compares with, bare.
+    ``extra`` is what else a scorer may need, as JSON values (options of a question, size of the picture).
     """
 
     prompt_id: str
@@ -21,6 +23,7 @@ class PromptRow:
     images: tuple[bytes, ...]
     answer: str
     task: str
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def png(image: Image.Image) -> bytes:

@@ -36,13 +36,16 @@ def unpack(payload: bytes) -> dict[str, Any]:
 
 
 def pack_shared(first: Trajectory) -> bytes:
-    """What all trajectories of a group have in common: the prompt as the engine saw it."""
+    """What all trajectories of a group have in common: the prompt as the engine saw it, and as the reward did."""
     return pack(
         {
             "prompt_token_ids": first.prompt_token_ids,
             "prompt_hash": first.prompt_hash,
             "logprobs_mode": first.logprobs_mode,
             "media": [[ref.kind, ref.digest] for ref in first.media],
+            "prompt": first.prompt,
+            "ground_truth": first.ground_truth,
+            "extra": first.extra,
         }
     )
 
@@ -82,6 +85,10 @@ def unpack_trajectory(trajectory_id: str, shared: dict[str, Any], own: dict[str,
         reward=own["reward"],
         reward_version=own["reward_version"],
         components=own["components"],
+        # Ledgers of earlier releases lack these.
+        prompt=shared.get("prompt", ""),
+        ground_truth=shared.get("ground_truth", ""),
+        extra=shared.get("extra", {}),
     )
 
 

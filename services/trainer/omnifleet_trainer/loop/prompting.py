@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omnifleet.client.reward import ItemScore, ScoreItem
 from omnifleet.config.recipe import ScorerConfig
@@ -115,7 +115,7 @@ class Prompter:
         )
         scores = await self._score(row, prompt, samples, identity)
         return [
-            _trajectory(prompt, generation, sample, score, identity)
+            _trajectory(row, prompt, generation, sample, score, identity)
             for sample, score in zip(samples, scores, strict=True)
         ]
 
@@ -140,7 +140,7 @@ class Prompter:
                 identity=identity,
                 prompt=row.text,
                 media=prompt.media,
-                extra={"task": row.task},
+                extra=_extra(row),
                 prompt_suffix=prompt.opened,
             )
             for sample in samples
@@ -175,8 +175,18 @@ class Prompter:
             await asyncio.sleep(pause)
 
 
+def _extra(row: PromptRow) -> dict[str, Any]:
+    """What scorers may want to know of a row beside its text and answer."""
+    return {**row.extra, "task": row.task}
+
+
 def _trajectory(
-    prompt: RenderedPrompt, generation: Generation, sample: Sample, score: ItemScore, identity: Identity
+    row: PromptRow,
+    prompt: RenderedPrompt,
+    generation: Generation,
+    sample: Sample,
+    score: ItemScore,
+    identity: Identity,
 ) -> Trajectory:
     return Trajectory(
         id=score.id,
@@ -201,4 +211,7 @@ def _trajectory(
         reward=score.score,
         reward_version=score.reward_version,
         components=score.components,
+        prompt=row.text,
+        ground_truth=row.answer,
+        extra=_extra(row),
     )
