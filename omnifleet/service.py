@@ -30,6 +30,8 @@ Section = TypeVar("Section", bound=StrictModel)
 _POLL_S = 0.05
 TYPED_EXIT = 2
 """Exit status after one clear line: starting the process again cannot help."""
+PASSING_EXIT = 75
+"""Exit status after one clear line where starting it again may help (EX_TEMPFAIL of sysexits.h)."""
 _HOST = socket.gethostname()
 
 
@@ -124,10 +126,13 @@ async def until_stopped() -> None:
             loop.remove_signal_handler(number)
 
 
-def run_to_exit(main: Any) -> None:
-    """Run a service coroutine; an OmnifleetError ends the process with one clear line and status 2."""
+def run_to_exit(main: Any, *, passing_exit: int = TYPED_EXIT) -> None:
+    """Run a service coroutine; an OmnifleetError ends the process with one clear line and status 2.
+
+    passing_exit: the status for an error that is retryable, where the service wants to be started again.
+    """
     try:
         asyncio.run(main)
     except OmnifleetError as error:
         print(f"omnifleet: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(TYPED_EXIT) from None
+        raise SystemExit(passing_exit if error.retryable else TYPED_EXIT) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ _STUBS: dict[str, Any] = {
 }
 
 
+_ENDS_SHOWN = 5
+
+
 def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
     """Ask every service that is up and print one screen, or one JSON object."""
     services, view = asyncio.run(_ask_all(run_dir))
@@ -42,6 +46,7 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
     if as_json:
         workers = [_worker_json(w) for w in view.workers] if view else []
         body = {"run": run_dir.name, "up": is_up(run_dir), "services": services, "workers": workers}
+        body["ends"] = supervisor.get("ends", [])
         if view:
             body["desired_workers"] = view.desired
         console.print_json(json.dumps(body))
@@ -54,6 +59,9 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
         console.print(_details(service), highlight=False)
     if view:
         console.print(workers_table(view))
+    for end in supervisor.get("ends", ())[-_ENDS_SHOWN:]:
+        at = time.strftime("%H:%M:%S", time.localtime(end["unix"]))
+        console.print(f"{at}  {end['name']} (pid {end['pid']}) {end['why']}", highlight=False, markup=False)
 
 
 async def ask_service(run_dir: Path, name: str) -> dict[str, Any]:

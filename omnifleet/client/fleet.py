@@ -93,11 +93,13 @@ class Orders:
 
     wanted: the worker's state in the registry. DRAINING: finish, then leave and exit. RETIRED or DEAD: exit now.
     target_version: weights to reach before serving. rejoin: the registry does not know this lease; join again.
+    note: why the worker is in this state.
     """
 
     wanted: WorkerState | None
     target_version: WeightVersion | None
     rejoin: bool
+    note: str = ""
 
 
 def worker_id(name: str, instance: str) -> str:
@@ -202,7 +204,7 @@ class FleetClient:
         with remote_errors():
             reply = await self._stub.Heartbeat(request, timeout=deadline_s)
         target = version_from_wire(reply.target_version) if reply.HasField("target_version") else None
-        return Orders(state_from_wire(reply.wanted), target, reply.rejoin)
+        return Orders(state_from_wire(reply.wanted), target, reply.rejoin, reply.note)
 
     async def leave(self, lease_id: str, reason: str = "", *, deadline_s: float = CALL_S) -> None:
         """Go on purpose; harmless when already gone."""

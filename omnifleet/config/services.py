@@ -133,19 +133,33 @@ class GatewayConfig(StrictModel):
     """Longest life of one request when the caller set no deadline."""
     attempts: int = Field(4, ge=1)
     """Workers tried for one sample, continuing from the tokens already produced."""
+    tool_parser: str = ""
+    """vLLM's parser of tool calls by name (`hermes`, `qwen3_coder`, ...); empty: requests with tools are refused."""
+    reasoning_parser: str = ""
+    """vLLM's parser of reasoning by name (`qwen3`, `nemotron_v3`, ...); empty: reasoning stays in the text."""
+    sessions: int = Field(65_536, gt=0)
+    """Sessions whose exact tokens and workers are kept; those unused for longest go first."""
+    clip_sampling: str = "uniform@1"
+    """Sampling contract of clips that come as a URL."""
+    clip_frames: int = Field(16, ge=0)
+    """Frames that are asked of such a clip; 0: all."""
+    clip_fps: float = Field(0.0, ge=0)
+    """Frames per second that are asked of such a clip; 0: not given."""
     heartbeat_s: float = Field(1.0, gt=0)
     """Interval at which workers report."""
     suspect_after_s: float = Field(4.0, gt=0)
     """Silence after which a worker takes nothing new."""
     dead_after_s: float = Field(12.0, gt=0)
-    """Silence after which a worker is dead."""
+    """Silence after which a worker is dead, unless its process still answers."""
+    hung_after_s: float = Field(120.0, gt=0)
+    """Silence after which a worker is dead even though its process answers."""
 
     @model_validator(mode="after")
     def _times_in_order(self) -> GatewayConfig:
-        if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
+        if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s < self.hung_after_s:
             raise ValueError(
                 f"heartbeat_s {self.heartbeat_s} < suspect_after_s {self.suspect_after_s} < "
-                f"dead_after_s {self.dead_after_s} must hold"
+                f"dead_after_s {self.dead_after_s} < hung_after_s {self.hung_after_s} must hold"
             )
         return self
 

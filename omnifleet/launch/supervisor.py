@@ -11,7 +11,10 @@ import json
 import logging
 import os
 import re
+import signal
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,11 +35,16 @@ _STOP_GRACE_S = 15.0
 _QUICK_DEATH_S = 20.0
 _GIVE_UP_AFTER = 3
 _START_PAUSE_S = 5.0
+_HANGING_GRACE_S = 1.0
+_ENDS_KEPT = 20
 
 
 @dataclass
 class Watched:
-    """One process and its history. `quick_deaths` counts deaths in a row soon after a start."""
+    """One process and its history. `quick_deaths` counts deaths in a row soon after a start.
+
+    doomed_at: when the registry was first seen to hold this worker for dead, though its process lives.
+    """
 
     spec: ProcessSpec
     handle: Handle
@@ -46,6 +54,7 @@ class Watched:
     state: str = "running"
     exit: int | None = None
     retry_at: float = 0.0
+    doomed_at: float | None = None
 
 
 class Supervisor:
@@ -70,6 +79,7 @@ class Supervisor:
         self._next_worker = _next_worker_number(run_dir)
         self._worker_quick_deaths = 0
         self._worker_retry_at = 0.0
+        self._ends: deque[dict[str, Any]] = deque(maxlen=_ENDS_KEPT)
         self._fleet: FleetClient | None = None
         self._closing = contextlib.AsyncExitStack()
         self._scaled = False
@@ -129,7 +139,7 @@ class Supervisor:
             return
         watched.state = "waiting"
         watched.retry_at = now + 0.5 * 2 ** (watched.quick_deaths - 1)
-        log.warning("%s ended with status %s, starting it again", watched.spec.name, code)
+        log.warning("%s, starting it again", self._note_end(watched, code))
 
     def _restart(self, watched: Watched) -> None:
         _drop_record(self._run_dir, watched.spec.name)
@@ -138,8 +148,16 @@ class Supervisor:
         watched.restarts += 1
 
     def _fail(self, spec: ProcessSpec, code: int) -> None:
-        self.failure = f"{spec.name} ended with status {code}: {last_line(spec.log)}"
+        self.failure = f"{spec.name} {why_ended(code)}: {last_line(spec.log)}"
         log.error("%s", self.failure)
+
+    def _note_end(self, watched: Watched, code: int) -> str:
+        """Keep for `omnifleet status` that a process ended, and why; the same in one line."""
+        name, why = watched.spec.name, f"{why_ended(code)}: {last_line(watched.spec.log)}"
+        self._ends.append(
+            {"name": name, "pid": watched.handle.pid, "exit": code, "why": why, "unix": time.time()}
+        )
+        return f"{name} (pid {watched.handle.pid}) {why}"
 
     def _follow_trainer(self) -> None:
         wanted = bool(read_wanted(self._run_dir).get("train"))
@@ -163,12 +181,13 @@ class Supervisor:
             if not self._scaled:
                 await fleet.scale(self._recipe.rollout.workers, reason="start")
                 self._scaled = True
-            view = await fleet.list()
+            view = await fleet.list(include_gone=True)
         except OmnifleetError as error:
             log.debug("fleet not reachable: %s", error)
             return
         leaving = [w.id for w in view.workers if w.state is WorkerState.DRAINING or w.state.gone]
         serving = [name for name in self._workers if not any(id.startswith(f"{name}-") for id in leaving)]
+        await self._end_doomed([w.id for w in view.workers if w.state is WorkerState.DEAD])
         missing = min(view.desired, self._recipe.rollout.max_workers) - len(serving)
         if time.monotonic() < self._worker_retry_at or self._worker_quick_deaths >= _GIVE_UP_AFTER:
             return
@@ -182,6 +201,19 @@ class Supervisor:
                 self._worker_retry_at = time.monotonic() + _START_PAUSE_S
                 log.warning("%s cannot be started: %s; again in %.0f s", name, error, _START_PAUSE_S)
                 return
+
+    async def _end_doomed(self, dead: Sequence[str]) -> None:
+        """A worker that the registry gave up learns it from its next heartbeat and leaves; one that hangs is ended."""
+        now = time.monotonic()
+        for name, watched in self._workers.items():
+            if not any(id.startswith(f"{name}-") for id in dead):
+                continue
+            watched.doomed_at = watched.doomed_at or now
+            if now - watched.doomed_at > _STOP_GRACE_S:
+                log.warning(
+                    "%s hangs: the registry gave it up and its process does not end; killing it", name
+                )
+                await asyncio.to_thread(watched.handle.stop, _HANGING_GRACE_S)
 
     async def _open_fleet(self, address: str) -> FleetClient:
         if self._fleet is None:
@@ -199,10 +231,11 @@ class Supervisor:
                 continue
             del self._workers[name]
             _drop_record(self._run_dir, name)
+            end = self._note_end(watched, code)
             if code == 0:
-                log.info("%s left", name)
+                log.info("%s", end)
                 continue
-            log.warning("%s ended with status %d: %s", name, code, last_line(watched.spec.log))
+            log.warning("%s", end)
             quick = now - watched.started < _QUICK_DEATH_S
             self._worker_quick_deaths = self._worker_quick_deaths + 1 if quick else 1
             self._worker_retry_at = now + 0.5 * 2 ** (self._worker_quick_deaths - 1)
@@ -224,6 +257,7 @@ class Supervisor:
 
     def _write_state(self, state: str) -> None:
         body: dict[str, Any] = {"pid": os.getpid(), "state": state, "failure": self.failure, "processes": []}
+        body["ends"] = list(self._ends)
         for watched in [*self._services.values(), *self._workers.values()]:
             body["processes"].append(
                 {
@@ -235,6 +269,15 @@ class Supervisor:
                 }
             )
         _write_json(self._run_dir / "supervisor.json", body)
+
+
+def why_ended(code: int) -> str:
+    """An exit status in words; the status of a process that a signal ended is minus its number."""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+        hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}"
+    return "left" if code == 0 else f"ended with status {code}"
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from omnifleet.wire import common_pb2 as omnifleet_dot_v1alpha_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1domnifleet/v1alpha/fleet.proto\x12\x11omnifleet.v1alpha\x1a\x1eomnifleet/v1alpha/common.proto\"\xb0\x03\n\nWorkerInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12-\n\x05state\x18\x08 \x01(\x0e\x32\x1e.omnifleet.v1alpha.WorkerState\x12\x31\n\x07version\x18\t \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x10\n\x08kv_usage\x18\x0c \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\r \x01(\x01\x12\x19\n\x11heartbeat_unix_ms\x18\x0e \x01(\x04\x12\x0c\n\x04note\x18\x0f \x01(\t\x12\x0e\n\x06pinned\x18\x10 \x01(\x08\x12,\n\x08\x63ounters\x18\x11 \x03(\x0b\x32\x1a.omnifleet.v1alpha.Counter\x12\x13\n\x0bmax_running\x18\x12 \x01(\r\x12\x0b\n\x03pid\x18\x13 \x01(\x05\"<\n\x0bJoinRequest\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.omnifleet.v1alpha.WorkerInfo\"m\n\tJoinReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\x12\x38\n\x0etarget_version\x18\x03 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\"S\n\x10HeartbeatRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12-\n\x06worker\x18\x02 \x01(\x0b\x32\x1d.omnifleet.v1alpha.WorkerInfo\"\x8a\x01\n\x0eHeartbeatReply\x12.\n\x06wanted\x18\x01 \x01(\x0e\x32\x1e.omnifleet.v1alpha.WorkerState\x12\x38\n\x0etarget_version\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x0e\n\x06rejoin\x18\x03 \x01(\x08\"0\n\x0cLeaveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0c\n\nLeaveReply\"1\n\x0bListRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x14\n\x0cinclude_gone\x18\x02 \x01(\x08\"\x98\x01\n\tListReply\x12.\n\x07workers\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.WorkerInfo\x12\x0f\n\x07\x64\x65sired\x18\x02 \x01(\r\x12\x38\n\x0etarget_version\x18\x03 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x10\n\x08revision\x18\x04 \x01(\x04\"h\n\nActRequest\x12%\n\x04verb\x18\x01 \x01(\x0e\x32\x17.omnifleet.v1alpha.Verb\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"9\n\x08\x41\x63tReply\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.omnifleet.v1alpha.WorkerInfo\"=\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65sired\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"/\n\nScaleReply\x12\x0f\n\x07\x64\x65sired\x18\x01 \x01(\r\x12\x10\n\x08\x64raining\x18\x02 \x03(\t\"K\n\rAssignRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\r\n\x05quota\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x05\"\r\n\x0b\x41ssignReply\"j\n\x16\x41nnounceVersionRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x31\n\x07version\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x0f\n\x07max_lag\x18\x03 \x01(\r\"(\n\x14\x41nnounceVersionReply\x12\x10\n\x08revision\x18\x01 \x01(\x04*\x9f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07JOINING\x10\x01\x12\x0f\n\x0b\x43\x41TCHING_UP\x10\x02\x12\t\n\x05READY\x10\x03\x12\x0c\n\x08\x44RAINING\x10\x04\x12\x0c\n\x08\x43ORDONED\x10\x05\x12\t\n\x05STALE\x10\x06\x12\x0b\n\x07SUSPECT\x10\x07\x12\x08\n\x04\x44\x45\x41\x44\x10\x08\x12\x0b\n\x07RETIRED\x10\t*a\n\x04Verb\x12\x14\n\x10VERB_UNSPECIFIED\x10\x00\x12\t\n\x05\x44RAIN\x10\x01\x12\n\n\x06\x43ORDON\x10\x02\x12\x0c\n\x08UNCORDON\x10\x03\x12\x07\n\x03PIN\x10\x04\x12\t\n\x05UNPIN\x10\x05\x12\n\n\x06RETIRE\x10\x06\x32\x8e\x06\n\x05\x46leet\x12S\n\tHandshake\x12#.omnifleet.v1alpha.HandshakeRequest\x1a!.omnifleet.v1alpha.HandshakeReply\x12\x44\n\x04Join\x12\x1e.omnifleet.v1alpha.JoinRequest\x1a\x1c.omnifleet.v1alpha.JoinReply\x12S\n\tHeartbeat\x12#.omnifleet.v1alpha.HeartbeatRequest\x1a!.omnifleet.v1alpha.HeartbeatReply\x12G\n\x05Leave\x12\x1f.omnifleet.v1alpha.LeaveRequest\x1a\x1d.omnifleet.v1alpha.LeaveReply\x12\x44\n\x04List\x12\x1e.omnifleet.v1alpha.ListRequest\x1a\x1c.omnifleet.v1alpha.ListReply\x12\x41\n\x03\x41\x63t\x12\x1d.omnifleet.v1alpha.ActRequest\x1a\x1b.omnifleet.v1alpha.ActReply\x12G\n\x05Scale\x12\x1f.omnifleet.v1alpha.ScaleRequest\x1a\x1d.omnifleet.v1alpha.ScaleReply\x12J\n\x06\x41ssign\x12 .omnifleet.v1alpha.AssignRequest\x1a\x1e.omnifleet.v1alpha.AssignReply\x12\x65\n\x0f\x41nnounceVersion\x12).omnifleet.v1alpha.AnnounceVersionRequest\x1a\'.omnifleet.v1alpha.AnnounceVersionReply\x12G\n\x05Watch\x12\x1e.omnifleet.v1alpha.ListRequest\x1a\x1c.omnifleet.v1alpha.ListReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1domnifleet/v1alpha/fleet.proto\x12\x11omnifleet.v1alpha\x1a\x1eomnifleet/v1alpha/common.proto\"\xb0\x03\n\nWorkerInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12-\n\x05state\x18\x08 \x01(\x0e\x32\x1e.omnifleet.v1alpha.WorkerState\x12\x31\n\x07version\x18\t \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x10\n\x08kv_usage\x18\x0c \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\r \x01(\x01\x12\x19\n\x11heartbeat_unix_ms\x18\x0e \x01(\x04\x12\x0c\n\x04note\x18\x0f \x01(\t\x12\x0e\n\x06pinned\x18\x10 \x01(\x08\x12,\n\x08\x63ounters\x18\x11 \x03(\x0b\x32\x1a.omnifleet.v1alpha.Counter\x12\x13\n\x0bmax_running\x18\x12 \x01(\r\x12\x0b\n\x03pid\x18\x13 \x01(\x05\"<\n\x0bJoinRequest\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.omnifleet.v1alpha.WorkerInfo\"m\n\tJoinReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\x12\x38\n\x0etarget_version\x18\x03 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\"S\n\x10HeartbeatRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12-\n\x06worker\x18\x02 \x01(\x0b\x32\x1d.omnifleet.v1alpha.WorkerInfo\"\x98\x01\n\x0eHeartbeatReply\x12.\n\x06wanted\x18\x01 \x01(\x0e\x32\x1e.omnifleet.v1alpha.WorkerState\x12\x38\n\x0etarget_version\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x0e\n\x06rejoin\x18\x03 \x01(\x08\x12\x0c\n\x04note\x18\x04 \x01(\t\"0\n\x0cLeaveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0c\n\nLeaveReply\"1\n\x0bListRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x14\n\x0cinclude_gone\x18\x02 \x01(\x08\"\x98\x01\n\tListReply\x12.\n\x07workers\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.WorkerInfo\x12\x0f\n\x07\x64\x65sired\x18\x02 \x01(\r\x12\x38\n\x0etarget_version\x18\x03 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x10\n\x08revision\x18\x04 \x01(\x04\"h\n\nActRequest\x12%\n\x04verb\x18\x01 \x01(\x0e\x32\x17.omnifleet.v1alpha.Verb\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"9\n\x08\x41\x63tReply\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.omnifleet.v1alpha.WorkerInfo\"=\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65sired\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"/\n\nScaleReply\x12\x0f\n\x07\x64\x65sired\x18\x01 \x01(\r\x12\x10\n\x08\x64raining\x18\x02 \x03(\t\"K\n\rAssignRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\r\n\x05quota\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x05\"\r\n\x0b\x41ssignReply\"j\n\x16\x41nnounceVersionRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x31\n\x07version\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x0f\n\x07max_lag\x18\x03 \x01(\r\"(\n\x14\x41nnounceVersionReply\x12\x10\n\x08revision\x18\x01 \x01(\x04*\x9f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07JOINING\x10\x01\x12\x0f\n\x0b\x43\x41TCHING_UP\x10\x02\x12\t\n\x05READY\x10\x03\x12\x0c\n\x08\x44RAINING\x10\x04\x12\x0c\n\x08\x43ORDONED\x10\x05\x12\t\n\x05STALE\x10\x06\x12\x0b\n\x07SUSPECT\x10\x07\x12\x08\n\x04\x44\x45\x41\x44\x10\x08\x12\x0b\n\x07RETIRED\x10\t*a\n\x04Verb\x12\x14\n\x10VERB_UNSPECIFIED\x10\x00\x12\t\n\x05\x44RAIN\x10\x01\x12\n\n\x06\x43ORDON\x10\x02\x12\x0c\n\x08UNCORDON\x10\x03\x12\x07\n\x03PIN\x10\x04\x12\t\n\x05UNPIN\x10\x05\x12\n\n\x06RETIRE\x10\x06\x32\x8e\x06\n\x05\x46leet\x12S\n\tHandshake\x12#.omnifleet.v1alpha.HandshakeRequest\x1a!.omnifleet.v1alpha.HandshakeReply\x12\x44\n\x04Join\x12\x1e.omnifleet.v1alpha.JoinRequest\x1a\x1c.omnifleet.v1alpha.JoinReply\x12S\n\tHeartbeat\x12#.omnifleet.v1alpha.HeartbeatRequest\x1a!.omnifleet.v1alpha.HeartbeatReply\x12G\n\x05Leave\x12\x1f.omnifleet.v1alpha.LeaveRequest\x1a\x1d.omnifleet.v1alpha.LeaveReply\x12\x44\n\x04List\x12\x1e.omnifleet.v1alpha.ListRequest\x1a\x1c.omnifleet.v1alpha.ListReply\x12\x41\n\x03\x41\x63t\x12\x1d.omnifleet.v1alpha.ActRequest\x1a\x1b.omnifleet.v1alpha.ActReply\x12G\n\x05Scale\x12\x1f.omnifleet.v1alpha.ScaleRequest\x1a\x1d.omnifleet.v1alpha.ScaleReply\x12J\n\x06\x41ssign\x12 .omnifleet.v1alpha.AssignRequest\x1a\x1e.omnifleet.v1alpha.AssignReply\x12\x65\n\x0f\x41nnounceVersion\x12).omnifleet.v1alpha.AnnounceVersionRequest\x1a\'.omnifleet.v1alpha.AnnounceVersionReply\x12G\n\x05Watch\x12\x1e.omnifleet.v1alpha.ListRequest\x1a\x1c.omnifleet.v1alpha.ListReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'omnifleet.wire.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1708
-  _globals['_WORKERSTATE']._serialized_end=1867
-  _globals['_VERB']._serialized_start=1869
-  _globals['_VERB']._serialized_end=1966
+  _globals['_WORKERSTATE']._serialized_start=1722
+  _globals['_WORKERSTATE']._serialized_end=1881
+  _globals['_VERB']._serialized_start=1883
+  _globals['_VERB']._serialized_end=1980
   _globals['_WORKERINFO']._serialized_start=85
   _globals['_WORKERINFO']._serialized_end=517
   _globals['_JOINREQUEST']._serialized_start=519
@@ -45,31 +45,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEATREQUEST']._serialized_start=692
   _globals['_HEARTBEATREQUEST']._serialized_end=775
   _globals['_HEARTBEATREPLY']._serialized_start=778
-  _globals['_HEARTBEATREPLY']._serialized_end=916
-  _globals['_LEAVEREQUEST']._serialized_start=918
-  _globals['_LEAVEREQUEST']._serialized_end=966
-  _globals['_LEAVEREPLY']._serialized_start=968
-  _globals['_LEAVEREPLY']._serialized_end=980
-  _globals['_LISTREQUEST']._serialized_start=982
-  _globals['_LISTREQUEST']._serialized_end=1031
-  _globals['_LISTREPLY']._serialized_start=1034
-  _globals['_LISTREPLY']._serialized_end=1186
-  _globals['_ACTREQUEST']._serialized_start=1188
-  _globals['_ACTREQUEST']._serialized_end=1292
-  _globals['_ACTREPLY']._serialized_start=1294
-  _globals['_ACTREPLY']._serialized_end=1351
-  _globals['_SCALEREQUEST']._serialized_start=1353
-  _globals['_SCALEREQUEST']._serialized_end=1414
-  _globals['_SCALEREPLY']._serialized_start=1416
-  _globals['_SCALEREPLY']._serialized_end=1463
-  _globals['_ASSIGNREQUEST']._serialized_start=1465
-  _globals['_ASSIGNREQUEST']._serialized_end=1540
-  _globals['_ASSIGNREPLY']._serialized_start=1542
-  _globals['_ASSIGNREPLY']._serialized_end=1555
-  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_start=1557
-  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_end=1663
-  _globals['_ANNOUNCEVERSIONREPLY']._serialized_start=1665
-  _globals['_ANNOUNCEVERSIONREPLY']._serialized_end=1705
-  _globals['_FLEET']._serialized_start=1969
-  _globals['_FLEET']._serialized_end=2751
+  _globals['_HEARTBEATREPLY']._serialized_end=930
+  _globals['_LEAVEREQUEST']._serialized_start=932
+  _globals['_LEAVEREQUEST']._serialized_end=980
+  _globals['_LEAVEREPLY']._serialized_start=982
+  _globals['_LEAVEREPLY']._serialized_end=994
+  _globals['_LISTREQUEST']._serialized_start=996
+  _globals['_LISTREQUEST']._serialized_end=1045
+  _globals['_LISTREPLY']._serialized_start=1048
+  _globals['_LISTREPLY']._serialized_end=1200
+  _globals['_ACTREQUEST']._serialized_start=1202
+  _globals['_ACTREQUEST']._serialized_end=1306
+  _globals['_ACTREPLY']._serialized_start=1308
+  _globals['_ACTREPLY']._serialized_end=1365
+  _globals['_SCALEREQUEST']._serialized_start=1367
+  _globals['_SCALEREQUEST']._serialized_end=1428
+  _globals['_SCALEREPLY']._serialized_start=1430
+  _globals['_SCALEREPLY']._serialized_end=1477
+  _globals['_ASSIGNREQUEST']._serialized_start=1479
+  _globals['_ASSIGNREQUEST']._serialized_end=1554
+  _globals['_ASSIGNREPLY']._serialized_start=1556
+  _globals['_ASSIGNREPLY']._serialized_end=1569
+  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_start=1571
+  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_end=1677
+  _globals['_ANNOUNCEVERSIONREPLY']._serialized_start=1679
+  _globals['_ANNOUNCEVERSIONREPLY']._serialized_end=1719
+  _globals['_FLEET']._serialized_start=1983
+  _globals['_FLEET']._serialized_end=2765
 # @@protoc_insertion_point(module_scope)

@@ -115,14 +115,16 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("wanted", "target_version", "rejoin")
+    __slots__ = ("wanted", "target_version", "rejoin", "note")
     WANTED_FIELD_NUMBER: _ClassVar[int]
     TARGET_VERSION_FIELD_NUMBER: _ClassVar[int]
     REJOIN_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     wanted: WorkerState
     target_version: _common_pb2.WeightVersion
     rejoin: bool
-    def __init__(self, wanted: _Optional[_Union[WorkerState, str]] = ..., target_version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., rejoin: _Optional[bool] = ...) -> None: ...
+    note: str
+    def __init__(self, wanted: _Optional[_Union[WorkerState, str]] = ..., target_version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., rejoin: _Optional[bool] = ..., note: _Optional[str] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("lease_id", "reason")

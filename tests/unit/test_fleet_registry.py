@@ -31,7 +31,18 @@ class Clock:
 
 
 def make(clock: Clock) -> Registry:
-    return Registry(clock, heartbeat_s=1, suspect_after_s=4, dead_after_s=12, max_workers=8)
+    return Registry(clock, heartbeat_s=1, suspect_after_s=4, dead_after_s=12, hung_after_s=60, max_workers=8)
+
+
+def pass_time(clock: Clock, registry: Registry, seconds: int, *, answers: bool = False) -> int:
+    """Second by second, with a gateway that looks and asks; how often a process was asked."""
+    asked = 0
+    for _ in range(seconds):
+        clock.now += 1
+        for view in registry.tick():
+            asked += 1
+            (registry.spare if answers else registry.bury)(view.id)
+    return asked
 
 
 def report(
@@ -109,15 +120,11 @@ def test_silence_makes_suspect_then_dead_and_the_dead_stay_dead() -> None:
     clock = Clock()
     registry = make(clock)
     lease = registry.join(report("w-1")).lease_id
-    for _ in range(5):
-        clock.now += 1
-        registry.tick()
+    assert pass_time(clock, registry, 5) == 0
     assert state(registry, "w-1") is WorkerState.SUSPECT
     registry.heartbeat(lease, report("w-1"))
     assert state(registry, "w-1") is READY
-    for _ in range(13):
-        clock.now += 1
-        registry.tick()
+    assert pass_time(clock, registry, 13) == 1
     assert state(registry, "w-1") is WorkerState.DEAD
     assert registry.heartbeat(lease, report("w-1")).wanted is WorkerState.DEAD
     with pytest.raises(OmnifleetError):
@@ -131,6 +138,54 @@ def test_a_gateway_that_was_stopped_does_not_declare_its_workers_dead() -> None:
     registry.join(report("w-1"))
     clock.now += 3600
     registry.tick()
+    assert state(registry, "w-1") is READY
+
+
+def test_a_silent_worker_whose_process_answers_is_slow_not_dead() -> None:
+    clock = Clock()
+    registry = make(clock)
+    lease = registry.join(report("w-1")).lease_id
+    assert 1 <= pass_time(clock, registry, 40, answers=True) <= 4, (
+        "asked once every dead_after_s, not every tick"
+    )
+    assert state(registry, "w-1") is WorkerState.SUSPECT
+    view = registry.worker("w-1")
+    assert view is not None and "its process answers" in view.note
+    registry.heartbeat(lease, report("w-1"))
+    assert state(registry, "w-1") is READY
+
+
+def test_a_process_that_answers_but_never_reports_is_dead_in_the_end() -> None:
+    clock = Clock()
+    registry = make(clock)
+    lease = registry.join(report("w-1")).lease_id
+    pass_time(clock, registry, 62, answers=True)
+    orders = registry.heartbeat(lease, report("w-1"))
+    assert orders.wanted is WorkerState.DEAD and "its process lives" in orders.note
+
+
+def test_a_heartbeat_that_comes_while_the_process_is_asked_wins() -> None:
+    clock = Clock()
+    registry = make(clock)
+    lease = registry.join(report("w-1")).lease_id
+    clock.now += 1
+    for _ in range(13):
+        clock.now += 1
+        doubtful = registry.tick()
+    assert [view.id for view in doubtful] == ["w-1"]
+    registry.heartbeat(lease, report("w-1"))
+    registry.bury("w-1")
+    assert state(registry, "w-1") is READY
+
+
+def test_a_gateway_that_looks_rarely_counts_only_the_time_in_which_it_looked() -> None:
+    """Its event loop was held up 3 s at a time, as on a machine with too few cores: no heartbeat could get in."""
+    clock = Clock()
+    registry = make(clock)
+    registry.join(report("w-1"))
+    for _ in range(4):
+        clock.now += 3
+        assert registry.tick() == []
     assert state(registry, "w-1") is READY
 
 
@@ -255,7 +310,8 @@ class Fleet(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 3]))
     def wait(self, seconds: int) -> None:
         self.clock.now += seconds
-        self.registry.tick()
+        for view in self.registry.tick():
+            self.registry.bury(view.id)
 
     @rule(id=ids)
     def lost(self, id: str) -> None:

@@ -182,7 +182,7 @@ class TwoWanted:
     async def scale(self, desired: int, reason: str) -> None:
         pass
 
-    async def list(self) -> FleetView:
+    async def list(self, *, include_gone: bool) -> FleetView:
         return FleetView([], 2, None, 0)
 
 

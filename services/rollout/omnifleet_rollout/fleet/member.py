@@ -29,8 +29,9 @@ class Pool:
 class Member:
     """A worker: its last report, its lease and what operators want of it.
 
-    joined, heard, drain_by: seconds of the registry's clock. admitted: it reached the pool's weights and has not
-    fallen behind since. served: it was admitted once. silent: heartbeats are missing. intent: DRAINING or CORDONED.
+    joined, heard, spared, drain_by: seconds of the registry's clock; spared: when its process last answered in a silence.
+    admitted: it reached the pool's weights and has not fallen behind since. served: it was admitted once.
+    silent: heartbeats are missing. intent: DRAINING or CORDONED.
     end: DEAD or RETIRED, for good. left: it went by itself, after its samples.
     """
 
@@ -41,6 +42,7 @@ class Member:
     heard: float
     admitted: bool = False
     served: bool = False
+    spared: float = 0.0
     silent: str = ""
     intent: WorkerState | None = None
     reason: str = ""

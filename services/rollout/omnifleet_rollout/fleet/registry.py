@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -28,12 +29,14 @@ class Registry:
         heartbeat_s: float,
         suspect_after_s: float,
         dead_after_s: float,
+        hung_after_s: float = math.inf,
         max_workers: int = 1 << 16,
     ) -> None:
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._suspect_after_s = suspect_after_s
         self._dead_after_s = dead_after_s
+        self._hung_after_s = hung_after_s
         self._max_workers = max_workers
         self._members: dict[str, Member] = {}
         self._pools: dict[str, Pool] = {}
@@ -69,11 +72,12 @@ class Registry:
         """Take a report. An unknown lease is asked to rejoin; a worker that is gone stays gone."""
         member = self._members.get(report.id)
         if member is not None and member.end is not None:
-            return Orders(member.end, None, rejoin=False)
+            return Orders(member.end, None, rejoin=False, note=member.reason)
         if member is None or member.lease_id != lease_id or member.view.instance != report.instance:
             return Orders(None, None, rejoin=True)
         self._take(member, report)
-        return Orders(member.state, self._pool(member.view.pool).target, rejoin=False)
+        target = self._pool(member.view.pool).target
+        return Orders(member.state, target, rejoin=False, note=member.view.note)
 
     def leave(self, lease_id: str, reason: str) -> None:
         """The worker goes on purpose; an unknown lease is harmless."""
@@ -89,22 +93,48 @@ class Registry:
             member.silent = note
             self._settle(member)
 
-    def tick(self) -> None:
-        """Look for silent workers and overdue drains. Time in which nobody looked is not silence."""
+    def tick(self) -> list[WorkerView]:
+        """Look for silent workers and overdue drains. Time in which nobody looked is not silence.
+
+        Returns SUSPECT workers that are silent for so long that they may be dead. Silence alone does not tell a dead
+        worker from a slow one: ask its process, then say `bury` or `spare`.
+        """
         now = self._clock()
-        gap = now - self._looked
+        unseen = max(0.0, now - self._looked - self._heartbeat_s)
         self._looked = now
+        doubtful = []
         for member in self._alive():
-            if gap > self._suspect_after_s:
-                member.heard += gap
+            member.heard = min(now, member.heard + unseen)
             silence = now - member.heard
-            if silence > self._dead_after_s:
-                self._end(member, WorkerState.DEAD, f"silent for {silence:.1f} s")
+            if silence > self._hung_after_s:
+                self._end(member, WorkerState.DEAD, f"its process lives but was silent for {silence:.1f} s")
             elif member.drain_by is not None and now > member.drain_by:
                 self._end(member, WorkerState.RETIRED, "drain deadline passed")
             elif silence > self._suspect_after_s and not member.silent:
                 member.silent = "missed heartbeats"
                 self._settle(member)
+            if member.end is None and now - max(member.heard, member.spared) > self._dead_after_s:
+                doubtful.append(member.view)
+        return doubtful
+
+    def spare(self, worker: str) -> None:
+        """The process of a silent worker answers: it is slow, not dead. It stays SUSPECT and is doubted again later."""
+        member = self._members.get(worker)
+        if member is not None and member.end is None and member.silent:
+            member.spared = self._clock()
+            member.silent = f"silent for {self.silence(worker):.0f} s, but its process answers"
+            self._settle(member)
+
+    def bury(self, worker: str) -> None:
+        """The process of a silent worker does not answer: DEAD, unless it was heard of meanwhile."""
+        member = self._members.get(worker)
+        if member is None or member.end is not None or self.silence(worker) <= self._dead_after_s:
+            return
+        self._end(
+            member,
+            WorkerState.DEAD,
+            f"silent for {self.silence(worker):.1f} s, and its process does not answer",
+        )
 
     def _take(self, member: Member, report: WorkerView) -> None:
         moved = report.version != member.view.version
@@ -278,7 +308,7 @@ class Registry:
         now = self._clock()
         self._pools = {pool.name: pool for pool in pools}
         for rank, member in enumerate(sorted(members, key=lambda m: m.joined)):
-            member.joined, member.heard = now + rank * 1e-6, now
+            member.joined, member.heard, member.spared = now + rank * 1e-6, now, 0.0
             member.drain_by = now + self._dead_after_s if member.drain_by is not None else None
             if member.end is None:
                 member.silent = "the gateway restarted"

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from omnifleet.client.fleet import FleetView, Verb, view_to_wire, worker_from_wire, worker_to_wire
+from omnifleet.client.fleet import FleetView, Verb, WorkerView, view_to_wire, worker_from_wire, worker_to_wire
 from omnifleet.errors import OmnifleetError, invalid
 from omnifleet.types import WeightVersion
 from omnifleet.wire import common_pb2, fleet_pb2, fleet_pb2_grpc
+from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import state_to_wire, version_from_wire, version_to_wire
 from omnifleet.wire.server import handshake
 from omnifleet_rollout.fleet.registry import Registry
@@ -22,6 +23,8 @@ WATCH_S = 10.0
 """Longest silence of a watch, seconds."""
 
 log = logging.getLogger("omnifleet.fleet")
+_PROBE_S = 3.0
+_LATE_S = 1.0
 
 
 async def wait_for(moved: asyncio.Event, timeout_s: float) -> bool:
@@ -31,6 +34,20 @@ async def wait_for(moved: asyncio.Event, timeout_s: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def answers(address: str, timeout_s: float = _PROBE_S) -> bool:
+    """Whether a process at "host:port" answers at the level of the transport.
+
+    gRPC answers there from threads of its own: a worker whose event loop is busy or starved does, and a process that is
+    gone or stopped does not.
+    """
+    async with open_channel(address) as channel:
+        try:
+            await asyncio.wait_for(channel.channel_ready(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
 
 class Fleet:
@@ -57,14 +74,41 @@ class Fleet:
         return self._moved
 
     async def look(self) -> None:
-        """Tick for ever: silence becomes SUSPECT, then DEAD."""
-        while True:
-            await asyncio.sleep(self._look_every_s)
-            self.registry.tick()
-            try:
-                self.publish()
-            except OmnifleetError as error:
-                log.error("%s", error)
+        """Tick for ever: silence becomes SUSPECT; DEAD takes a process that does not answer either."""
+        asking: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await self._sleep()
+                for view in self.registry.tick():
+                    if view.id not in asking or asking[view.id].done():
+                        asking[view.id] = asyncio.create_task(self._ask(view))
+                self._publish_or_log()
+        finally:
+            for task in asking.values():
+                task.cancel()
+            await asyncio.gather(*asking.values(), return_exceptions=True)
+
+    async def _sleep(self) -> None:
+        began = time.monotonic()
+        await asyncio.sleep(self._look_every_s)
+        late = time.monotonic() - began - self._look_every_s
+        if late > _LATE_S:
+            log.warning("this gateway's event loop was held up for %.1f s", late)
+
+    async def _ask(self, view: WorkerView) -> None:
+        if await answers(view.grpc_address):
+            log.warning("worker %s sends no heartbeats, but its process answers: it may be slow", view.id)
+            self.registry.spare(view.id)
+        else:
+            self.registry.bury(view.id)
+            log.warning("worker %s: %s", view.id, getattr(self.registry.worker(view.id), "note", ""))
+        self._publish_or_log()
+
+    def _publish_or_log(self) -> None:
+        try:
+            self.publish()
+        except OmnifleetError as error:
+            log.error("%s", error)
 
     def lost(self, worker: str, note: str) -> None:
         """A call to the worker broke."""
@@ -120,6 +164,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             wanted=state_to_wire(orders.wanted) if orders.wanted else fleet_pb2.WORKER_STATE_UNSPECIFIED,
             target_version=version_to_wire(orders.target_version),
             rejoin=orders.rejoin,
+            note=orders.note,
         )
 
     async def Leave(self, request: fleet_pb2.LeaveRequest, context: Any) -> fleet_pb2.LeaveReply:

@@ -82,6 +82,7 @@ def _fleet(config: GatewayConfig, rollout: RolloutConfig, store: FleetStore) -> 
         heartbeat_s=config.heartbeat_s,
         suspect_after_s=config.suspect_after_s,
         dead_after_s=config.dead_after_s,
+        hung_after_s=config.hung_after_s,
         max_workers=rollout.max_workers,
     )
     store.load(registry)

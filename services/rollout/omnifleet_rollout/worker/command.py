@@ -55,8 +55,8 @@ class Worker:
         rollout_pb2_grpc.add_RolloutServicer_to_server(rollout, server)  # type: ignore[no-untyped-call]
         refit_pb2_grpc.add_RefitServicer_to_server(refit, server)  # type: ignore[no-untyped-call]
 
-    async def serve(self, run_dir: Path, *, listen: str, http_listen: str, gateway: str) -> None:
-        """Serve and stay a member of the fleet until stopped, drained or dismissed, or until the engine dies.
+    async def serve(self, run_dir: Path, *, listen: str, http_listen: str, gateway: str) -> str:
+        """Serve and stay a member of the fleet until stopped, drained or dismissed; returns why it ended.
 
         Raises OmnifleetError: PORT_TAKEN, WORKER_LOST if the engine died.
         """
@@ -77,9 +77,9 @@ class Worker:
                 address=address,
                 pool=self.config.pool,
             )
-            await self._until_done(member)
+            return await self._until_done(member)
 
-    async def _until_done(self, member: Member) -> None:
+    async def _until_done(self, member: Member) -> str:
         reporting = asyncio.create_task(member.run(), name="membership")
         stopping = asyncio.create_task(until_stopped(), name="signals")
         dying = asyncio.create_task(self._engine_death(), name="engine")
@@ -92,9 +92,11 @@ class Worker:
                 raise OmnifleetError(Reason.WORKER_LOST, f"the engine of {self.name} died", retryable=True)
             if stopping.done():
                 await self._finish_running(SIGNAL_DRAIN_S)
+            why = member.why or ("drained" if draining.done() else "stopped by a signal")
             await member.leave("drained" if draining.done() else "stopped")
             if reporting.done():
                 reporting.result()
+            return why
         finally:
             for task in tasks:
                 task.cancel()
@@ -150,6 +152,7 @@ async def run_worker(
         # No gRPC before this returns: the engine's process may be forked from ours, and must not hold our sockets.
         await engine.start()
         worker = Worker(engine, name, config, tokens)
-        await worker.serve(run_dir, listen=listen, http_listen=http_listen, gateway=gateway)
+        why = await worker.serve(run_dir, listen=listen, http_listen=http_listen, gateway=gateway)
     finally:
         await engine.shutdown()
+    log.info("%s ends: %s", name, why)

@@ -20,7 +20,12 @@ from omnifleet_rollout.worker.standing import Standing
 
 log = logging.getLogger("omnifleet.rollout.membership")
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_CALL_S = 5.0
+_CALL_S = 15.0
+"""Longer than a busy gateway's loop is ever held up: a heartbeat that waits there still counts when it is read."""
+_LEAVE_S = 5.0
+_LATE_S = 0.5
+_FINAL = (Reason.UNAUTHENTICATED, Reason.FORBIDDEN, Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST)
+"""Refusals that no later try changes. Anything else is the gateway's passing trouble, and we try again."""
 
 
 class Member:
@@ -44,6 +49,8 @@ class Member:
         self._lease: Membership | None = None
         self._rate = _Rate()
         self.dismissed = asyncio.Event()
+        self.why = ""
+        """Why the registry dismissed us."""
 
     async def run(self) -> None:
         """Report for ever; returns once dismissed. A gateway that is away is looked for again, with growing pauses."""
@@ -57,8 +64,11 @@ class Member:
                         await self._next_report()
                         await self._report(fleet)
             except OmnifleetError as error:
-                if not error.retryable and error.reason is not Reason.INTERNAL:
+                if error.reason in _FINAL:
                     raise
+                if error.reason is Reason.CONFLICT:
+                    self._dismiss(error.message)
+                    return
                 log.info("gateway not reachable, trying again: %s", error.message)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -68,9 +78,9 @@ class Member:
         if self._lease is None:
             return
         try:
-            async with asyncio.timeout(_CALL_S):
+            async with asyncio.timeout(_LEAVE_S):
                 async with FleetClient.open(await self._find_gateway(), self._secret) as fleet:
-                    await fleet.leave(self._lease.lease_id, reason, deadline_s=_CALL_S)
+                    await fleet.leave(self._lease.lease_id, reason, deadline_s=_LEAVE_S)
         except (OmnifleetError, TimeoutError) as error:
             log.info("could not take leave of the gateway: %s", error)
 
@@ -88,21 +98,34 @@ class Member:
 
     def _obey(self, orders: Orders) -> None:
         if orders.wanted in (WorkerState.RETIRED, WorkerState.DEAD):
-            log.warning("the registry holds this worker for %s: stopping", orders.wanted)
-            self.dismissed.set()
+            self._dismiss(
+                f"the registry holds this worker for {orders.wanted}: {orders.note or 'no reason given'}"
+            )
         goes = orders.wanted in (WorkerState.DRAINING, WorkerState.RETIRED, WorkerState.DEAD)
         if goes and not self._standing.draining:
-            log.info("draining")
+            log.info("draining: %s", orders.note or "asked to")
             self._standing.start_drain()
+
+    def _dismiss(self, why: str) -> None:
+        log.warning("stopping: %s", why)
+        self.why = why
+        self.dismissed.set()
 
     async def _next_report(self) -> None:
         """Sleep one heartbeat, or until something changed that the gateway should know at once."""
         assert self._lease is not None
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self._lease.heartbeat_s):
                 await self._standing.changed.wait()
         except TimeoutError:
-            return
+            self._note_lateness(time.monotonic() - began - self._lease.heartbeat_s)
+
+    def _note_lateness(self, late_s: float) -> None:
+        """The loop serves generation, refits and heartbeats: who looks for a silent worker finds here that it was busy."""
+        self._counters.add("loop_late_seconds", max(0.0, late_s))
+        if late_s > _LATE_S:
+            log.warning("this worker's event loop was held up for %.1f s", late_s)
 
     def view(self) -> WorkerView:
         """This worker as it is now."""

@@ -14,7 +14,7 @@ from omnifleet.config.load import apply_overrides
 from omnifleet.config.services import RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import image_token_id, read_image_processor
-from omnifleet.service import load_section, load_tokens, peer, run_to_exit
+from omnifleet.service import PASSING_EXIT, load_section, load_tokens, peer, run_to_exit
 from omnifleet.telemetry.logs import set_up_logs
 from omnifleet.types import MediaRef
 from omnifleet_rollout.engine.checkpoint import read_table
@@ -40,9 +40,9 @@ class Options:
 
 
 def start(options: Options) -> None:
-    """Run one worker to its end; an OmnifleetError is one clear line and exit status 2."""
+    """Run one worker to its end; an OmnifleetError is one clear line and exit status 2, or 75 if another may live."""
     set_up_logs(options.name, as_json=options.log_json)
-    run_to_exit(_run(options))
+    run_to_exit(_run(options), passing_exit=PASSING_EXIT)
 
 
 async def _run(options: Options) -> None:
