@@ -1,15 +1,18 @@
-"""Runs one image processor of transformers on canonical pixels. Runs in a processor process (role "segments")."""
+"""Runs one processor of transformers on canonical pixels. Runs in a processor process (role "segments")."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_media.sandbox.frames import Header
+
+Pixels = npt.NDArray[np.uint8]
 
 _KEEP = 8  # built processors, by class and config
 _built: dict[tuple[str, str], Any] = {}
@@ -19,44 +22,105 @@ def prepare() -> Header:
     """Import torch and transformers; one thread each, since processes are the unit of parallelism."""
     import torch
     import transformers
-    from transformers import Qwen2VLImageProcessor  # noqa: F401  (loads torchvision too)
+    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor  # noqa: F401  (loads torchvision too)
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     return {"library": f"transformers {transformers.__version__}"}
 
 
-def work(header: Header, body: bytearray) -> tuple[Header, Sequence[bytes]]:
-    """header: class_name, config, config_json, shape [H, W, 3]. Answers token_count, grid and a safetensors file."""
-    from PIL import Image
+def takes_clips(class_name: str) -> bool:
+    """True for the processors of clips; transformers names them so."""
+    return class_name.endswith("VideoProcessor")
 
-    pixels = np.frombuffer(body, np.uint8).reshape(header["shape"])
-    processor = _processor(header["class_name"], header["config_json"], header["config"])
+
+def work(header: Header, body: bytearray) -> tuple[Header, Sequence[bytes]]:
+    """header: class_name, config, config_json, shape [F, H, W, 3] (F = 1 for pictures). Answers token_count, grid and
+    a safetensors file."""
+    frames = np.frombuffer(body, np.uint8).reshape(header["shape"])
+    class_name = header["class_name"]
+    processor = _processor(class_name, header["config_json"], header["config"])
     try:
-        output = processor(images=[Image.fromarray(pixels)], return_tensors="pt")
+        output = _run(processor, frames, clip=takes_clips(class_name))
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         # Deterministic and about this picture and this config (e.g. an aspect ratio beyond the family's limit).
-        raise invalid(
-            f"{header['class_name']} refuses a {pixels.shape[1]} x {pixels.shape[0]} picture: {error}"
-        ) from error
-    return _packed(processor, output, header["class_name"])
+        height, width = frames.shape[1:3]
+        raise invalid(f"{class_name} refuses {width} x {height} pixels: {error}") from error
+    return _packed(processor, output, class_name, header["config"])
 
 
-def _packed(processor: Any, output: Any, class_name: str) -> tuple[Header, Sequence[bytes]]:
-    import torch
+def _run(processor: Any, frames: Pixels, *, clip: bool) -> Any:
+    from PIL import Image
+
+    if clip:  # sampled already, under the decode contract
+        return processor(videos=[frames.copy()], do_sample_frames=False, return_tensors="pt")
+    return processor(images=[Image.fromarray(frames[0])], return_tensors="pt")
+
+
+def _packed(
+    processor: Any, output: Any, class_name: str, config: Mapping[str, Any]
+) -> tuple[Header, Sequence[bytes]]:
     from safetensors.torch import save
 
-    grid = output.get("image_grid_thw")
-    if grid is None:
-        raise OmnifleetError(
-            Reason.UNSUPPORTED, f"{class_name} answers no image_grid_thw: its tokens can't be counted"
+    if "image_grid_thw" in output:
+        tensors, merge = _of_qwen(output, "image_grid_thw", "pixel_values"), int(processor.merge_size)
+        grid = tensors["image_grid_thw"][0].tolist()
+    elif "video_grid_thw" in output:
+        tensors, merge = _of_qwen(output, "video_grid_thw", "pixel_values_videos"), int(processor.merge_size)
+        grid = tensors["video_grid_thw"][0].tolist()
+    elif "image_grid_hw" in output:
+        tensors, merge = _of_nemotron_picture(output), round(1 / processor.downsample_ratio)
+        grid = [1, *tensors["image_grid_hw"][0].tolist()]
+    elif "num_tokens" in output:
+        temporal_patch = int(config.get("temporal_patch_size") or 2)
+        tensors, merge = (
+            _of_nemotron_clip(processor, output, temporal_patch),
+            round(1 / processor.downsample_ratio),
         )
-    tensors = {
-        "image_grid_thw": grid.to(torch.int64).contiguous(),
+        grid = tensors["video_grid_thw"][0].tolist()
+    else:
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"{class_name} answers {', '.join(output)}: its tokens can't be counted from that",
+        )
+    t, h, w = grid
+    return {"token_count": t * (h // merge) * (w // merge), "grid": grid}, [save(tensors)]
+
+
+def _of_qwen(output: Any, grid: str, pixels: str) -> dict[str, Any]:
+    """Patches float32 [t h w, patch values], grid int64 [1, 3]."""
+    import torch
+
+    return {
+        grid: output[grid].to(torch.int64).contiguous(),
+        pixels: output[pixels].to(torch.float32).contiguous(),
+    }
+
+
+def _of_nemotron_picture(output: Any) -> dict[str, Any]:
+    """Patches float32 [h w, patch values], grid int64 [1, 2]."""
+    import torch
+
+    return {
+        "image_grid_hw": output["image_grid_hw"].to(torch.int64).contiguous(),
         "pixel_values": output["pixel_values"].to(torch.float32).contiguous(),
     }
-    token_count = int(grid.prod()) // int(processor.merge_size) ** 2
-    return {"token_count": token_count, "grid": grid[0].tolist()}, [save(tensors)]
+
+
+def _of_nemotron_clip(processor: Any, output: Any, temporal_patch: int) -> dict[str, Any]:
+    """Tiles float32 [F, 3, H, W], imgs_sizes int32 [F, 2] as (H, W), num_frames int32 [1], video_grid_thw int64 [1, 3]."""
+    import torch
+
+    tiles = output["pixel_values_videos"].to(torch.float32).contiguous()
+    frames, _, height, width = tiles.shape
+    patch = int(processor.patch_size)
+    grid = [-(-frames // temporal_patch), height // patch, width // patch]
+    return {
+        "imgs_sizes": torch.tensor([[height, width]] * frames, dtype=torch.int32),
+        "num_frames": torch.tensor([frames], dtype=torch.int32),
+        "pixel_values_videos": tiles,
+        "video_grid_thw": torch.tensor([grid], dtype=torch.int64),
+    }
 
 
 def _processor(class_name: str, config_json: str, config: dict[str, Any]) -> Any:

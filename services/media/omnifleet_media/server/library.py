@@ -31,6 +31,7 @@ from omnifleet_media.ingest.sniff import SourceType, sniff
 from omnifleet_media.ingest.source import Source
 from omnifleet_media.sandbox.pool import ProcessPool
 from omnifleet_media.segment.work import library as segment_library
+from omnifleet_media.segment.work import takes_clips
 from omnifleet_media.server.blobs import (
     find_blob,
     frame_blob,
@@ -256,7 +257,9 @@ class Library:
                 knob="media.processors",
             )
         config = _parse_config(config_json)
-        fingerprint = processor_fingerprint(class_name, config, segment_library())
+        # The frames of a clip are chosen by its decode contract, before any processor sees them.
+        sampling = "sampled" if takes_clips(class_name) else "still"
+        fingerprint = processor_fingerprint(class_name, config, segment_library(), sampling)
         if claimed and claimed != fingerprint:
             raise OmnifleetError(
                 Reason.CONTRACT_MISMATCH,
@@ -285,10 +288,13 @@ class Library:
         self, media: Digest, key: Digest, fingerprint: Digest, work: Mapping[str, object]
     ) -> SegmentRecord:
         item = await self.read(media)
-        if item.kind is not MediaKind.IMAGE:
-            raise OmnifleetError(Reason.UNSUPPORTED, f"segments are made of pictures, not of {item.kind}")
-        pixels = await self.open(Kind.FRAME, item.frames[0])
-        answer, body = await self._processors.call({**work, "shape": [item.height, item.width, 3]}, pixels)
+        wanted = MediaKind.VIDEO if takes_clips(str(work["class_name"])) else MediaKind.IMAGE
+        if item.kind is not wanted:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED, f"{work['class_name']} takes media of kind {wanted}, not {item.kind}"
+            )
+        shape = [len(item.frames), item.height, item.width, 3]
+        answer, body = await self._processors.call({**work, "shape": shape}, await self._joined(item))
         self.counters.add("segments_computed")
         content = await asyncio.to_thread(digest_bytes, body, "tensors")
         record = SegmentRecord(
@@ -297,6 +303,21 @@ class Library:
         blob = segment_blob(key, content)
         await self._write([(blob, body)], lambda: self.index.write_segment(record, now_ms()))
         return record
+
+    async def _joined(self, item: MediaObject) -> memoryview:
+        """All frames in order, one after the other."""
+        opened = {digest: await self.open(Kind.FRAME, digest) for digest in dict.fromkeys(item.frames)}
+        if len(item.frames) == 1:
+            return opened[item.frames[0]]
+        return memoryview(await asyncio.to_thread(b"".join, [opened[digest] for digest in item.frames]))
+
+    async def moments_s(self, record: SegmentRecord) -> list[float]:
+        """Seconds of the first frame of each temporal patch of a clip's segment; nothing for a picture's."""
+        item = await self.index.read_object(record.media)
+        if item is None or not item.timestamps_us or not record.grid:
+            return []
+        step = -(-len(item.timestamps_us) // record.grid[0])
+        return [us / 1_000_000 for us in item.timestamps_us[::step]]
 
 
 def _object_blobs(item: MediaObject) -> list[Blob]:

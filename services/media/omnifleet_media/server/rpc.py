@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import omnifleet
@@ -159,7 +159,7 @@ class MediaRpc(MediaServicer):
             media_from_wire(request.ref), spec.class_name, spec.config_json, spec.fingerprint
         )
         path = await self._library.map_path(record_blob(record)) if request.same_host else ""
-        return segment_reply(record, made, path)
+        return segment_reply(record, made, path, await self._library.moments_s(record))
 
     async def Collect(self, request: media_pb2.CollectRequest, context: Any) -> media_pb2.CollectReply:
         found = await self._library.retention.collect(request.target_bytes, dry_run=request.dry_run)
@@ -232,7 +232,9 @@ def put_reply(stored: Stored, durability: media_pb2.Durability) -> media_pb2.Put
     )
 
 
-def segment_reply(record: SegmentRecord, made: bool, path: str) -> media_pb2.SegmentReply:
+def segment_reply(
+    record: SegmentRecord, made: bool, path: str, times_s: Sequence[float]
+) -> media_pb2.SegmentReply:
     """A segment on the wire."""
     return media_pb2.SegmentReply(
         key=record.key,
@@ -243,4 +245,5 @@ def segment_reply(record: SegmentRecord, made: bool, path: str) -> media_pb2.Seg
         computed=made,
         fingerprint=record.fingerprint,
         content_digest=record.content,
+        times_s=times_s,
     )
