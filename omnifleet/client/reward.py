@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import omnifleet
+from omnifleet.client.status import ServiceStatus, status_from_wire
 from omnifleet.config.recipe import ScorerConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
-from omnifleet.types import Identity, MediaRef
+from omnifleet.types import Identity, Mark, MediaRef
 from omnifleet.wire import common_pb2, reward_pb2, reward_pb2_grpc
 from omnifleet.wire.channel import open_channel
-from omnifleet.wire.codec import counters_from_wire, identity_to_wire, media_to_wire
+from omnifleet.wire.codec import identity_to_wire, media_to_wire
 from omnifleet.wire.errors import from_detail, remote_errors
 from omnifleet.wire.server import MESSAGE_BYTES
 
@@ -23,6 +24,16 @@ _BATCH_ITEMS = 256
 _BATCH_BYTES = MESSAGE_BYTES // 4
 _CALLS = 4
 _SHORT_S = 10.0
+_MARKS = {
+    reward_pb2.MARK_SCORED: Mark.SCORED,
+    reward_pb2.MARK_UNPARSEABLE: Mark.UNPARSEABLE,
+    reward_pb2.MARK_TIMEOUT: Mark.TIMEOUT,
+    reward_pb2.MARK_CRASHED: Mark.CRASHED,
+}
+_SHORTEST_PAUSE_S = 0.05
+
+Progress = Callable[[int, int], None]
+"""Called with (items scored so far, items in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,8 @@ class ScoreItem:
 class ItemScore:
     """score: Σ weight · component. correct: AND over scorers with an opinion, None if there is none.
 
-    components: name@version -> score. error: set if the item is unscorable; the score then has no meaning.
+    components: name@version -> score, marks: the same names -> how it came about; mark: the worst of them.
+    error: set if the item is unscorable; the score then has no meaning.
     """
 
     id: str
@@ -52,6 +64,8 @@ class ItemScore:
     components: dict[str, float]
     error: OmnifleetError | None
     reward_version: str
+    mark: Mark = Mark.SCORED
+    marks: dict[str, Mark] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +85,6 @@ class ScorerInfo:
     version: str
     doc: str
     params_schema: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RewardStatus:
-    """State and counters of the service."""
-
-    version: str
-    instance: str
-    uptime_s: float
-    state: str
-    counters: dict[str, float]
-    facts: dict[str, str]
 
 
 class RewardClient:
@@ -123,9 +125,11 @@ class RewardClient:
         deadline_s: float,
         *,
         item_timeout_s: float = 0.0,
+        on_progress: Progress | None = None,
     ) -> list[ItemScore]:
         """Scores in the order of `items`; an unscorable item carries its error and fails no other.
 
+        Any number of items: they travel in batches, and a batch that a busy service refuses is sent again.
         deadline_s bounds the whole call, item_timeout_s each item (0 = the service's limit).
         Raises DEADLINE, OVERLOADED, UNAVAILABLE (retryable); INVALID_REQUEST, NOT_FOUND.
         """
@@ -134,9 +138,19 @@ class RewardClient:
             reward_pb2.ScoreRequest(scorers=specs, items=batch, item_timeout_ms=_milliseconds(item_timeout_s))
             for batch in _batches([_item(item) for item in items])
         ]
+        done = 0
+
+        async def one(request: reward_pb2.ScoreRequest) -> list[ItemScore]:
+            nonlocal done
+            scores = await self._score(request, deadline_s)
+            done += len(scores)
+            if on_progress is not None:
+                on_progress(done, len(items))
+            return scores
+
         try:
             async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as group:
-                calls = [group.create_task(self._score(request, deadline_s)) for request in requests]
+                calls = [group.create_task(one(request)) for request in requests]
         except* OmnifleetError as errors:
             raise _first(errors) from None
         except* TimeoutError:
@@ -144,10 +158,18 @@ class RewardClient:
         return [score for call in calls for score in call.result()]
 
     async def _score(self, request: reward_pb2.ScoreRequest, deadline_s: float) -> list[ItemScore]:
-        async with self._calls:
-            with remote_errors():
-                reply = await self._stub.Score(request, timeout=deadline_s)
-        return [_score(message, reply.reward_version) for message in reply.scores]
+        """One batch; waits while the service's queue is full, as long as the caller lets it."""
+        while True:
+            try:
+                async with self._calls:
+                    with remote_errors():
+                        reply = await self._stub.Score(request, timeout=deadline_s)
+                return [_score(message, reply.reward_version) for message in reply.scores]
+            except OmnifleetError as error:
+                if error.reason is not Reason.OVERLOADED or not error.retry_after_ms:
+                    raise
+                pause_s = error.retry_after_ms / 1000
+            await asyncio.sleep(max(pause_s, _SHORTEST_PAUSE_S))
 
     async def reachable_maximum(
         self, scorers: Sequence[ScorerConfig], prompt_suffix: str = "", *, deadline_s: float = 30.0
@@ -169,13 +191,10 @@ class RewardClient:
             reply = await self._stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=deadline_s)
         return [ScorerInfo(s.name, s.version, s.doc, json.loads(s.params_schema_json)) for s in reply.scorers]
 
-    async def status(self, *, deadline_s: float = _SHORT_S) -> RewardStatus:
+    async def status(self, *, deadline_s: float = _SHORT_S) -> ServiceStatus:
         """State, counters and facts."""
         with remote_errors():
-            s = await self._stub.Status(common_pb2.StatusRequest(), timeout=deadline_s)
-        return RewardStatus(
-            s.version, s.instance, s.uptime_s, s.state, counters_from_wire(s.counters), dict(s.facts)
-        )
+            return status_from_wire(await self._stub.Status(common_pb2.StatusRequest(), timeout=deadline_s))
 
 
 def _spec(config: ScorerConfig) -> reward_pb2.ScorerSpec:
@@ -222,6 +241,8 @@ def _score(message: reward_pb2.ItemScore, reward_version: str) -> ItemScore:
         components={component.scorer: component.score for component in message.components},
         error=from_detail(message.error) if message.HasField("error") else None,
         reward_version=reward_version,
+        mark=_MARKS.get(message.mark, Mark.SCORED),
+        marks={part.scorer: _MARKS.get(part.mark, Mark.SCORED) for part in message.components},
     )
 
 

@@ -1,0 +1,386 @@
+"""The asyncio client of the media service."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+
+import omnifleet
+from omnifleet.address import digest_bytes, frame_digest, media_digest, source_digest
+from omnifleet.client.media.answers import Collected, MediaInfo, Segment, Stat, Verified, info_from_wire
+from omnifleet.client.media.cache import LocalCache
+from omnifleet.client.media.calls import MediaCalls
+from omnifleet.client.media.shared import SharedFolder, map_file
+from omnifleet.client.media.tensors import read_tensors
+from omnifleet.client.status import ServiceStatus, status_from_wire
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.flight import SingleFlight
+from omnifleet.processor import ImageProcessorSpec
+from omnifleet.telemetry.payload import PayloadMeter
+from omnifleet.types import Digest, Lease, MediaKind, MediaRef
+from omnifleet.wire import common_pb2, media_pb2
+from omnifleet.wire.channel import open_channel
+from omnifleet.wire.codec import kind_to_wire, lease_from_wire, media_from_wire, media_to_wire
+
+Frame = npt.NDArray[np.uint8]
+
+_DEADLINE_S = 60.0
+_CACHE_BYTES = 256 << 20
+_INFOS = 4096
+_FRAMES_AT_ONCE = 4
+_LARGEST_PART = 4 << 30
+
+
+class MediaClient:
+    """Every call has a deadline of `deadline_s` seconds, inside which passing failures are retried.
+
+    payload: bytes of the boundaries `client_frame` and `client_segment` (logical: handed to the caller; physical: that
+    had to be mapped or copied into this process) and of every message (serialized).
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, deadline_s: float, cache_bytes: int, same_host: bool
+    ) -> None:
+        self.payload = PayloadMeter("media_client")
+        self._calls = MediaCalls(channel, deadline_s, self.payload)
+        self._same_host = same_host
+        self._shared = SharedFolder()
+        self._infos: LocalCache[str, MediaInfo] = LocalCache(_INFOS)
+        self._content: LocalCache[tuple[str, ...], Frame | Segment] = LocalCache(cache_bytes)
+        self._loads = 0
+        self._segments: SingleFlight[tuple[str, ...], Segment] = SingleFlight()
+        self._frames: SingleFlight[str, Frame] = SingleFlight()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        address: str,
+        secret: str = "",
+        *,
+        name: str = "client",
+        deadline_s: float = _DEADLINE_S,
+        cache_bytes: int = _CACHE_BYTES,
+        same_host: bool = True,
+    ) -> AsyncIterator[MediaClient]:
+        """Connect to "host:port" and shake hands.
+
+        cache_bytes: frames and segments kept in this process. same_host False: never try to map the service's memory.
+        Raises OmnifleetError(UNAVAILABLE) at the deadline, CONTRACT_MISMATCH, UNAUTHENTICATED.
+        """
+        async with open_channel(address, secret) as channel:
+            client = cls(channel, deadline_s=deadline_s, cache_bytes=cache_bytes, same_host=same_host)
+            hello = common_pb2.HandshakeRequest(contract=omnifleet.CONTRACT, client=name)
+            await client._calls.ask("Handshake", hello)
+            try:
+                yield client
+            finally:
+                await client._segments.close()
+                await client._frames.close()
+
+    # ------------------------------------------------------------------ sources in
+
+    async def put_image(self, data: bytes, run: str, durable: bool = False) -> MediaRef:
+        """Store a picture: the bytes of its file, or a data URL. Equal pixels give equal references.
+
+        durable: the answer waits until the object would survive a power cut, not just a kill of the service.
+        Raises OmnifleetError: INVALID_MEDIA, LIMIT_EXCEEDED, DISK_FULL.
+        """
+        return media_from_wire((await self.put(data, run, durable=durable)).ref)
+
+    async def put(
+        self,
+        data: bytes,
+        run: str,
+        *,
+        kind: MediaKind = MediaKind.IMAGE,
+        contract: media_pb2.DecodeContract | None = None,
+        durable: bool = False,
+        lease_owner: str = "",
+        lease_ttl_ms: int = 0,
+    ) -> media_pb2.PutReply:
+        """Store a source and have it decoded; everything the wire offers. With `lease_owner`, leased at once."""
+        header = _header(run, kind, contract, durable, lease_owner, lease_ttl_ms)
+        header.bytes = len(data)
+        return await self._put(header, data)
+
+    async def put_url(
+        self,
+        url: str,
+        run: str,
+        *,
+        kind: MediaKind = MediaKind.IMAGE,
+        contract: media_pb2.DecodeContract | None = None,
+        durable: bool = False,
+        lease_owner: str = "",
+        lease_ttl_ms: int = 0,
+    ) -> media_pb2.PutReply:
+        """Have the service read the source itself: http(s), file: or a path, as its `media.sources` allows.
+
+        Raises OmnifleetError: INVALID_REQUEST if it may not, and what `put_image` raises.
+        """
+        header = _header(run, kind, contract, durable, lease_owner, lease_ttl_ms)
+        header.url = url
+        return await self._put(header, b"")
+
+    async def _put(self, header: media_pb2.PutHeader, data: bytes) -> media_pb2.PutReply:
+        reply = await self._calls.put(header, data)
+        self._remember(info_from_wire(reply.info))
+        return reply
+
+    # ------------------------------------------------------------------ objects and pixels out
+
+    async def info(self, ref: MediaRef) -> MediaInfo:
+        """The manifest of an object; asked once, since an address never changes its meaning. Raises NOT_FOUND."""
+        return self._infos.get(ref.digest) or (await self.stat(ref.digest)).info
+
+    async def stat(self, digest: str) -> Stat:
+        """An object, its leases and tiers. Raises NOT_FOUND."""
+        reply = await self._calls.ask("Stat", media_pb2.StatRequest(digest=digest))
+        return Stat(self._remember(info_from_wire(reply.info)), reply.leases, tuple(reply.tiers))
+
+    async def has(self, digests: Sequence[str]) -> list[bool]:
+        """For each media digest, whether the service can serve it."""
+        return list((await self._calls.ask("Has", media_pb2.HasRequest(digests=digests))).present)
+
+    def kept_frame(self, ref: MediaRef, i: int = 0) -> Frame | None:
+        """A frame without asking the service: kept by this client, or in shared memory. Any thread may call."""
+        info = self._infos.get(ref.digest)
+        if info is None or not 0 <= i < len(info.frame_digests):
+            return None
+        digest = info.frame_digests[i]
+        kept = self._content.get(("frame", digest))
+        if isinstance(kept, np.ndarray):
+            self._moved("client_frame", kept.nbytes, 0)
+            return kept
+        buffer = self._shared.open("frame", digest, info.height * info.width * 3)
+        return self._keep_frame(info, digest, buffer) if buffer is not None else None
+
+    async def frame(self, ref: MediaRef, i: int = 0) -> Frame:
+        """Frame `i` of an object: uint8 RGB (H, W, 3), read-only. Raises NOT_FOUND, MEDIA_LOST, CORRUPT."""
+        kept = self.kept_frame(ref, i)
+        if kept is not None:
+            return kept
+        info = await self.info(ref)
+        if not 0 <= i < len(info.frame_digests):
+            raise OmnifleetError(
+                Reason.NOT_FOUND, f"{ref.url} has frames 0 to {len(info.frame_digests) - 1}, not {i}"
+            )
+        digest = info.frame_digests[i]
+        joins = self._frames.running(digest)
+        pixels = await self._frames.do(digest, lambda: self._load_frame(info, digest))
+        if joins:
+            self._moved("client_frame", pixels.nbytes, 0)
+        return pixels
+
+    async def frames(self, ref: MediaRef) -> list[Frame]:
+        """All frames of an object, in order; equal frames are the same array."""
+        info = await self.info(ref)
+        room = asyncio.Semaphore(_FRAMES_AT_ONCE)
+
+        async def one(i: int) -> Frame:
+            async with room:
+                return await self.frame(ref, i)
+
+        return list(await asyncio.gather(*(one(i) for i in range(len(info.frame_digests)))))
+
+    async def source(self, digest: str) -> bytes:
+        """The bytes of a source as they were uploaded. Raises NOT_FOUND, MEDIA_LOST, CORRUPT."""
+        return bytes((await self.fetch(media_pb2.OBJECT_PART_SOURCE, digest))[0])
+
+    async def fetch(
+        self, part: media_pb2.ObjectPart, digest: str, largest: int = _LARGEST_PART
+    ) -> tuple[memoryview, bool]:
+        """The bytes of one stored part, and whether they are mapped.
+
+        Copied manifests and sources are checked against their digest here; copied frames and segments by the caller,
+        who knows their shape and content digest. Raises OmnifleetError: NOT_FOUND, MEDIA_LOST, CORRUPT.
+        """
+        request = media_pb2.GetRequest(part=part, digest=digest, same_host=self._same_host)
+        header, data = await self._calls.get(request, largest)
+        if header.shm_path:
+            self._shared.learn(header.shm_path)
+            buffer = map_file(header.shm_path, header.bytes)
+            if buffer is not None:
+                return buffer, True
+            request.same_host = False  # another host, another user, or evicted since: take the stream
+            header, data = await self._calls.get(request, largest)
+        _check(part, digest, data)
+        return data, False
+
+    async def _load_frame(self, info: MediaInfo, digest: Digest) -> Frame:
+        size = info.height * info.width * 3
+        buffer, mapped = await self.fetch(media_pb2.OBJECT_PART_FRAME, digest, size)
+        if len(buffer) != size:
+            raise _changed_on_the_way(digest)
+        if not mapped and frame_digest(_pixels(buffer, info)) != digest:
+            raise _changed_on_the_way(digest)
+        return self._keep_frame(info, digest, buffer)
+
+    def _keep_frame(self, info: MediaInfo, digest: Digest, buffer: memoryview) -> Frame:
+        pixels = _pixels(buffer, info)
+        self._loads += 1
+        self._content.keep(("frame", digest), pixels, pixels.nbytes)
+        self._moved("client_frame", pixels.nbytes, pixels.nbytes)
+        return pixels
+
+    # ------------------------------------------------------------------ segments
+
+    def kept_segment(self, ref: MediaRef, spec: ImageProcessorSpec) -> Segment | None:
+        """A segment that this client keeps. Any thread may call."""
+        kept = self._content.get(_segment_key(ref, spec))
+        if not isinstance(kept, Segment):
+            return None
+        self._moved("client_segment", kept.bytes, 0)
+        return kept
+
+    async def segment(self, ref: MediaRef, spec: ImageProcessorSpec, run: str) -> Segment:
+        """The model-ready tensors of `ref` under `spec`: made once per fleet, mapped or cached here.
+
+        Concurrent calls for one key share one request. Raises NOT_FOUND, MEDIA_LOST, INVALID_REQUEST, UNSUPPORTED.
+        """
+        kept = self.kept_segment(ref, spec)
+        if kept is not None:
+            return kept
+        key = _segment_key(ref, spec)
+        joins = self._segments.running(key)
+        segment = await self._segments.do(key, lambda: self._load_segment(key, ref, spec, run))
+        self._moved("client_segment", segment.bytes, 0 if joins else segment.bytes)
+        return segment
+
+    async def _load_segment(
+        self, key: tuple[str, ...], ref: MediaRef, spec: ImageProcessorSpec, run: str
+    ) -> Segment:
+        request = media_pb2.SegmentRequest(
+            ref=media_to_wire(ref),
+            processor=media_pb2.ProcessorSpec(class_name=spec.class_name, config_json=spec.config_json),
+            run=run,
+            same_host=self._same_host,
+        )
+        reply = await self._calls.ask("Segment", request)
+        buffer, mapped = None, True
+        if reply.shm_path:
+            self._shared.learn(reply.shm_path)
+            buffer = map_file(reply.shm_path, reply.bytes)
+        if buffer is None:
+            buffer, mapped = await self.fetch(media_pb2.OBJECT_PART_SEGMENT, reply.key, reply.bytes)
+        if not mapped and digest_bytes(buffer, "tensors") != reply.content_digest:
+            raise _changed_on_the_way(reply.key)
+        segment = Segment(
+            key=Digest(reply.key),
+            fingerprint=Digest(reply.fingerprint),
+            token_count=reply.token_count,
+            grid=tuple(reply.grid),
+            tensors=read_tensors(buffer),
+            bytes=reply.bytes,
+            mapped=mapped,
+        )
+        self._loads += 1
+        self._content.keep(key, segment, segment.bytes)
+        return segment
+
+    # ------------------------------------------------------------------ leases
+
+    async def take_lease(self, digests: Iterable[str], owner: str, run: str, ttl_s: float) -> Lease:
+        """Hold media objects (or segments, sources) for `ttl_s` seconds: nothing leased is evicted.
+
+        A leased media object holds its frames and its segments too. All or nothing. Raises MEDIA_LOST for content
+        that is not there, LIMIT_EXCEEDED for what the run's quota does not allow.
+        """
+        request = media_pb2.TakeLeaseRequest(
+            run=run, owner=owner, ttl_ms=math.ceil(ttl_s * 1000), digests=list(digests)
+        )
+        return lease_from_wire(await self._calls.ask("TakeLease", request))
+
+    async def renew_lease(self, lease: Lease, ttl_s: float) -> Lease:
+        """Extend a lease to `ttl_s` seconds from now. Raises NOT_FOUND once it has expired."""
+        request = media_pb2.RenewLeaseRequest(id=lease.id, ttl_ms=math.ceil(ttl_s * 1000))
+        return lease_from_wire(await self._calls.ask("RenewLease", request))
+
+    async def release_lease(self, lease: Lease) -> bool:
+        """Give a lease back; False if it was gone already."""
+        reply = await self._calls.ask("ReleaseLease", media_pb2.ReleaseLeaseRequest(id=lease.id))
+        return bool(reply.released)
+
+    # ------------------------------------------------------------------ operators
+
+    async def status(self) -> ServiceStatus:
+        """State, counters and facts of the service."""
+        return status_from_wire(await self._calls.ask("Status", common_pb2.StatusRequest()))
+
+    async def collect(self, target_bytes: int, dry_run: bool = False) -> Collected:
+        """Shrink the disk tier to `target_bytes` (unleased, least recently used first) and remove orphans."""
+        request = media_pb2.CollectRequest(target_bytes=target_bytes, dry_run=dry_run)
+        reply = await self._calls.ask("Collect", request)
+        return Collected(reply.freed_bytes, reply.removed, reply.orphans)
+
+    async def verify(self, digests: Iterable[str] = ()) -> Verified:
+        """Read blobs back (none given: all) and compare with their digests; wrong ones are removed."""
+        reply = await self._calls.ask("Verify", media_pb2.VerifyRequest(digests=list(digests)))
+        return Verified(reply.checked, tuple(Digest(d) for d in reply.corrupt))
+
+    # ------------------------------------------------------------------ what is kept here
+
+    def kept(self) -> dict[str, float]:
+        """The local cache in numbers: bytes kept, hits, and loads (mapped or copied, since they were not kept)."""
+        return {"bytes": self._content.used, "hits": self._content.hits, "loads": self._loads}
+
+    def forget(self) -> None:
+        """Drop the local cache; arrays that callers hold stay whole."""
+        self._content.clear()
+        self._infos.clear()
+
+    def _remember(self, info: MediaInfo) -> MediaInfo:
+        self._infos.keep(info.ref.digest, info, 1)
+        return info
+
+    def _moved(self, boundary: str, logical: int, physical: int) -> None:
+        self.payload.moved(
+            boundary, logical_bytes=logical, physical_bytes=physical, physical_segments=int(physical > 0)
+        )
+
+
+def _header(
+    run: str,
+    kind: MediaKind,
+    contract: media_pb2.DecodeContract | None,
+    durable: bool,
+    lease_owner: str,
+    lease_ttl_ms: int,
+) -> media_pb2.PutHeader:
+    return media_pb2.PutHeader(
+        kind=kind_to_wire(kind),
+        run=run,
+        contract=contract,
+        lease_owner=lease_owner,
+        lease_ttl_ms=lease_ttl_ms,
+        durability=media_pb2.DURABILITY_DURABLE if durable else media_pb2.DURABILITY_MEMORY,
+    )
+
+
+def _segment_key(ref: MediaRef, spec: ImageProcessorSpec) -> tuple[str, ...]:
+    return ("segment", ref.digest, spec.class_name, spec.config_json)
+
+
+def _pixels(buffer: memoryview, info: MediaInfo) -> Frame:
+    return np.frombuffer(buffer, np.uint8).reshape(info.height, info.width, 3)
+
+
+def _check(part: media_pb2.ObjectPart, digest: str, data: memoryview) -> None:
+    """Of the parts whose digest needs nothing but the bytes."""
+    if part == media_pb2.OBJECT_PART_SOURCE and source_digest(data) != digest:
+        raise _changed_on_the_way(digest)
+    if part == media_pb2.OBJECT_PART_MANIFEST and media_digest(bytes(data)) != digest:
+        raise _changed_on_the_way(digest)
+
+
+def _changed_on_the_way(digest: str) -> OmnifleetError:
+    return OmnifleetError(
+        Reason.CORRUPT, f"{digest} arrived with other bytes than its digest says", retryable=True
+    )

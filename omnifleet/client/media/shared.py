@@ -1,0 +1,59 @@
+"""The service's shared memory, mapped by this process: FOLDER/KIND/DIGEST, whole files that never change."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+from pathlib import Path
+
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class SharedFolder:
+    """Where the service's shared content is, once an answer has told: later content is found without a call.
+
+    A folder counts only if it belongs to this user and nobody else can write to it. A new service makes a new folder;
+    the old one is empty then, and the next answer tells the new one.
+    """
+
+    def __init__(self) -> None:
+        self._folder = ""
+
+    def learn(self, path: str) -> None:
+        """Take the folder from the path of one file in it."""
+        folder = str(Path(path).parents[1])
+        if folder != self._folder and _is_private(folder):
+            self._folder = folder
+
+    def open(self, kind: str, digest: str, size: int) -> memoryview | None:
+        """A read-only map of `size` bytes, or None if it is not there (any more). kind: `frame` or `segment`."""
+        if not self._folder or not _DIGEST.fullmatch(digest):
+            return None
+        return map_file(f"{self._folder}/{kind}/{digest}", size)
+
+
+def map_file(path: str, size: int) -> memoryview | None:
+    """A read-only map of a file; None if it has gone, is not ours to see, or has another size."""
+    try:
+        fd = os.open(path, _FLAGS)
+    except OSError:
+        return None
+    try:
+        facts = os.fstat(fd)
+        if facts.st_size != size or not size or not stat.S_ISREG(facts.st_mode):
+            return None
+        return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
+    finally:
+        os.close(fd)
+
+
+def _is_private(folder: str) -> bool:
+    try:
+        facts = os.lstat(folder)
+    except OSError:
+        return False
+    writers = stat.S_IWGRP | stat.S_IWOTH
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & writers
