@@ -29,6 +29,7 @@ class Segment:
 
     tensors: for the Qwen2-VL family pixel_values float32 [patches, patch values] and image_grid_thw int64 [1, 3].
     token_count: placeholder tokens in a prompt. grid: (t, h, w) in patches. mapped: shares the service's memory.
+    times_s: seconds of the first frame of each temporal patch, clips only.
     """
 
     key: Digest
@@ -38,6 +39,7 @@ class Segment:
     tensors: Tensors
     bytes: int
     mapped: bool
+    times_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

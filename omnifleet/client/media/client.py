@@ -280,6 +280,7 @@ class MediaClient:
             tensors=read_tensors(buffer),
             bytes=reply.bytes,
             mapped=mapped,
+            times_s=tuple(reply.times_s),
         )
         self._loads += 1
         self._content.keep(key, segment, segment.bytes)
