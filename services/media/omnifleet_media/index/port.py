@@ -75,11 +75,11 @@ class Index(Protocol):
     async def read_segment(self, key: Digest) -> SegmentRecord | None:
         """A segment."""
 
-    async def write_source(self, source: Digest, used_ms: int) -> None:
-        """Record a stored source; again is harmless."""
+    async def write_source(self, source: Digest, size: int, used_ms: int) -> None:
+        """Record a stored source of `size` bytes; again is harmless."""
 
-    async def write_object(self, item: MediaObject, alias: Digest, used_ms: int) -> None:
-        """Record an object, its frames and one alias; again is harmless."""
+    async def write_object(self, item: MediaObject, alias: Digest | None, used_ms: int) -> None:
+        """Record an object, its frames and, if there is one, an alias; again is harmless."""
 
     async def write_segment(self, record: SegmentRecord, used_ms: int) -> None:
         """Record a segment; again is harmless."""
@@ -88,7 +88,10 @@ class Index(Protocol):
         """Move last-use times forward."""
 
     async def take_lease(self, lease: Lease, digests: Sequence[Digest]) -> list[Digest]:
-        """Lease units by digest, all or nothing; answers those that do not exist (then nothing is leased)."""
+        """Lease units by digest, all or nothing; answers those that do not exist (then nothing is leased).
+
+        Again under the same lease id is harmless: a caller whose answer was lost asks again.
+        """
 
     async def renew_lease(self, lease_id: str, expires_ms: int, now_ms: int) -> Lease | None:
         """Move an unexpired lease's end; None if there is none."""
@@ -99,15 +102,41 @@ class Index(Protocol):
     async def count_leases(self, digest: Digest | None, now_ms: int) -> int:
         """Unexpired leases on a digest, or all."""
 
+    async def held(self, run: str, now_ms: int) -> dict[Digest, int]:
+        """What the unexpired leases of a run hold: digest -> bytes of its content (0 if the unit has gone)."""
+        ...
+
+    async def held_blobs(self, names: Sequence[BlobName], now_ms: int) -> set[BlobName]:
+        """Those of `names` that belong to a leased unit."""
+        ...
+
     async def count_objects(self) -> int:
         """How many distinct media objects are known."""
         ...
 
-    async def idle(self, now_ms: int, limit: int) -> list[Entry]:
-        """Unleased units, least recently used first. A leased object's segments count as leased."""
+    async def recent(self, limit: int) -> list[Digest]:
+        """Media objects, most recently used first."""
+        ...
+
+    async def idle(self, now_ms: int, limit: int, skip: int = 0) -> list[Entry]:
+        """Unleased units after the first `skip`, least recently used first. A leased object's segments count as leased."""
 
     async def forget(self, entry: Entry, now_ms: int) -> list[BlobName] | None:
         """Remove a unit and answer the blobs that nothing refers to any more; None if it is leased or gone."""
+
+    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> bool:
+        """Claim the making of `key` until `expires_ms`, or prolong one's own claim; False while another's holds."""
+        ...
+
+    async def end_flight(self, key: Digest, owner: str) -> None:
+        """Give a claim up; one that has passed to another is left alone."""
+
+    async def knows_store(self, store: str) -> bool:
+        """Whether `mark_store` was called for this store since the index was last empty."""
+        ...
+
+    async def mark_store(self, store: str) -> None:
+        """Note that the index knows what the store holds. After a loss of the index this note is gone too."""
 
     async def sync(self) -> None:
         """Return when everything written so far survives a power cut."""

@@ -1,4 +1,4 @@
-"""The embedded index: SQLite in WAL mode, one thread, one transaction a method."""
+"""The embedded index: SQLite in WAL mode, one thread, one transaction a method. Processes of one host may share it."""
 
 # ruff: noqa: D102 -- the methods are documented in the port
 
@@ -12,18 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Digest, Lease, MediaKind
 from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index.port import BlobName, Entry, Kind, SegmentRecord, Unit
 
 Answer = TypeVar("Answer")
 
-_VERSION = 1
+_VERSION = 2
+_BUSY_S = 10.0
+_CACHE_KIB = 65536
 _SCHEMA = """
 CREATE TABLE objects (
     digest TEXT PRIMARY KEY, kind TEXT NOT NULL, width INTEGER NOT NULL, height INTEGER NOT NULL,
-    timestamps_us TEXT NOT NULL, facts TEXT NOT NULL, used_ms INTEGER NOT NULL
+    timestamps_us TEXT NOT NULL, facts TEXT NOT NULL, used_ms INTEGER NOT NULL, bytes INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE frames (
     media TEXT NOT NULL, position INTEGER NOT NULL, frame TEXT NOT NULL, PRIMARY KEY (media, position)
@@ -31,7 +33,9 @@ CREATE TABLE frames (
 CREATE INDEX frames_by_digest ON frames (frame);
 CREATE TABLE aliases (alias TEXT PRIMARY KEY, media TEXT NOT NULL) WITHOUT ROWID;
 CREATE INDEX aliases_by_media ON aliases (media);
-CREATE TABLE sources (digest TEXT PRIMARY KEY, used_ms INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE sources (
+    digest TEXT PRIMARY KEY, used_ms INTEGER NOT NULL, bytes INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
 CREATE TABLE segments (
     key TEXT PRIMARY KEY, media TEXT NOT NULL, fingerprint TEXT NOT NULL, token_count INTEGER NOT NULL,
     grid TEXT NOT NULL, bytes INTEGER NOT NULL, content TEXT NOT NULL, used_ms INTEGER NOT NULL
@@ -45,6 +49,17 @@ CREATE INDEX objects_by_use ON objects (used_ms);
 CREATE INDEX sources_by_use ON sources (used_ms);
 CREATE INDEX segments_by_use ON segments (used_ms);
 """
+_SINCE_2 = """
+CREATE INDEX leases_by_end ON leases (expires_ms);
+CREATE INDEX leases_by_run ON leases (run);
+CREATE TABLE flights (key TEXT PRIMARY KEY, owner TEXT NOT NULL, expires_ms INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE stores (id TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+_FROM_1 = """
+ALTER TABLE objects ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE sources ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
+UPDATE objects SET bytes = width * height * 3 * (SELECT COUNT(DISTINCT frame) FROM frames WHERE media = digest);
+"""
 _TABLES = {
     Unit.OBJECT: ("objects", "digest"),
     Unit.SOURCE: ("sources", "digest"),
@@ -53,14 +68,28 @@ _TABLES = {
 _HELD = "EXISTS (SELECT 1 FROM leased JOIN leases ON id = lease WHERE expires_ms > :now AND leased.digest IN ({}))"
 _IDLE = f"""
 SELECT * FROM (SELECT 'object', digest, used_ms FROM objects o WHERE NOT {_HELD.format("o.digest")}
-               ORDER BY used_ms LIMIT :limit)
+               ORDER BY used_ms LIMIT :most)
 UNION ALL
 SELECT * FROM (SELECT 'source', digest, used_ms FROM sources s WHERE NOT {_HELD.format("s.digest")}
-               ORDER BY used_ms LIMIT :limit)
+               ORDER BY used_ms LIMIT :most)
 UNION ALL
 SELECT * FROM (SELECT 'segment', key, used_ms FROM segments g WHERE NOT {_HELD.format("g.key, g.media")}
-               ORDER BY used_ms LIMIT :limit)
-ORDER BY used_ms LIMIT :limit
+               ORDER BY used_ms LIMIT :most)
+ORDER BY used_ms LIMIT :limit OFFSET :skip
+"""
+_OWNERS = {
+    Kind.FRAME: "SELECT media FROM frames WHERE frame = :digest",
+    Kind.MANIFEST: ":digest",
+    Kind.SOURCE: ":digest",
+    Kind.SEGMENT: ":digest, (SELECT media FROM segments WHERE key = :digest)",
+}
+_SIZES_HELD = """
+SELECT DISTINCT leased.digest, COALESCE(objects.bytes, segments.bytes, sources.bytes, 0)
+FROM leases JOIN leased ON lease = id
+LEFT JOIN objects ON objects.digest = leased.digest
+LEFT JOIN segments ON segments.key = leased.digest
+LEFT JOIN sources ON sources.digest = leased.digest
+WHERE run = :run AND expires_ms > :now
 """
 
 
@@ -75,27 +104,39 @@ class SqliteIndex:
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._db = sqlite3.connect(self._path, isolation_level=None)
+            self._db = sqlite3.connect(self._path, isolation_level=None, timeout=_BUSY_S)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+            self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            self._transact(self._make_schema, "BEGIN IMMEDIATE")
         except sqlite3.DatabaseError as error:
             raise _index_error(self._path, error) from error
-        if version not in (0, _VERSION):
+
+    def _make_schema(self, db: sqlite3.Connection) -> None:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, 1, _VERSION):
             raise OmnifleetError(
                 Reason.INVALID_CONFIG,
                 f"{self._path} is an index of version {version}, this build reads {_VERSION}",
                 knob="media.store",
             )
+        changes = {0: _SCHEMA + _SINCE_2, 1: _FROM_1 + _SINCE_2, _VERSION: ""}[version]
+        for statement in filter(str.strip, changes.split(";")):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {_VERSION}")
 
-    async def _do(self, step: Callable[[sqlite3.Connection], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, step)
+    async def _read(self, step: Callable[[sqlite3.Connection], Answer]) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, step, "BEGIN")
 
-    def _transact(self, step: Callable[[sqlite3.Connection], Answer]) -> Answer:
+    async def _write(self, step: Callable[[sqlite3.Connection], Answer]) -> Answer:
+        """The write lock is taken at once: a transaction that reads first could not get it later."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._transact, step, "BEGIN IMMEDIATE"
+        )
+
+    def _transact(self, step: Callable[[sqlite3.Connection], Answer], begin: str) -> Answer:
         try:
-            self._db.execute("BEGIN")
+            self._db.execute(begin)
             try:
                 answer = step(self._db)
                 self._db.execute("COMMIT")
@@ -113,7 +154,7 @@ class SqliteIndex:
             row = db.execute("SELECT media FROM aliases WHERE alias = ?", (alias,)).fetchone()
             return Digest(row[0]) if row else None
 
-        return await self._do(step)
+        return await self._read(step)
 
     async def read_object(self, media: Digest) -> MediaObject | None:
         def step(db: sqlite3.Connection) -> MediaObject | None:
@@ -134,7 +175,7 @@ class SqliteIndex:
                 facts=json.loads(row[4]),
             )
 
-        return await self._do(step)
+        return await self._read(step)
 
     async def read_frame(self, frame: Digest) -> tuple[int, int] | None:
         def step(db: sqlite3.Connection) -> tuple[int, int] | None:
@@ -144,10 +185,10 @@ class SqliteIndex:
             ).fetchone()
             return (row[0], row[1]) if row else None
 
-        return await self._do(step)
+        return await self._read(step)
 
     async def has_source(self, source: Digest) -> bool:
-        return await self._do(
+        return await self._read(
             lambda db: db.execute("SELECT 1 FROM sources WHERE digest = ?", (source,)).fetchone() is not None
         )
 
@@ -162,19 +203,20 @@ class SqliteIndex:
             media, fingerprint, token_count, grid, size, content = row
             return SegmentRecord(key, media, fingerprint, token_count, tuple(json.loads(grid)), size, content)
 
-        return await self._do(step)
+        return await self._read(step)
 
     # ------------------------------------------------------------------ writes
 
-    async def write_source(self, source: Digest, used_ms: int) -> None:
-        await self._do(
+    async def write_source(self, source: Digest, size: int, used_ms: int) -> None:
+        await self._write(
             lambda db: db.execute(
-                "INSERT INTO sources VALUES (?, ?) ON CONFLICT DO UPDATE SET used_ms = excluded.used_ms",
-                (source, used_ms),
+                "INSERT INTO sources VALUES (?, ?, ?)"
+                " ON CONFLICT DO UPDATE SET used_ms = MAX(used_ms, excluded.used_ms), bytes = excluded.bytes",
+                (source, used_ms, size),
             )
         )
 
-    async def write_object(self, item: MediaObject, alias: Digest, used_ms: int) -> None:
+    async def write_object(self, item: MediaObject, alias: Digest | None, used_ms: int) -> None:
         media = item.digest
         row = (
             media,
@@ -188,19 +230,20 @@ class SqliteIndex:
 
         def step(db: sqlite3.Connection) -> None:
             db.execute(
-                "INSERT INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)"
-                " ON CONFLICT DO UPDATE SET used_ms = excluded.used_ms",
-                (*row, used_ms),
+                "INSERT INTO objects VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT DO UPDATE SET used_ms = MAX(used_ms, excluded.used_ms)",
+                (*row, used_ms, item.bytes),
             )
             db.executemany("INSERT OR IGNORE INTO frames VALUES (?, ?, ?)", frames)
-            db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?)", (alias, media))
+            if alias is not None:
+                db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?)", (alias, media))
 
-        await self._do(step)
+        await self._write(step)
 
     async def write_segment(self, record: SegmentRecord, used_ms: int) -> None:
         r = record
         row = (r.key, r.media, r.fingerprint, r.token_count, json.dumps(r.grid), r.bytes, r.content, used_ms)
-        await self._do(
+        await self._write(
             lambda db: db.execute("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
         )
 
@@ -213,7 +256,7 @@ class SqliteIndex:
                     (used_ms, entry.digest),
                 )
 
-        await self._do(step)
+        await self._write(step)
 
     # ------------------------------------------------------------------ leases
 
@@ -224,13 +267,14 @@ class SqliteIndex:
             missing = [digest for digest in wanted if not _exists(db, digest)]
             if not missing:
                 db.execute(
-                    "INSERT INTO leases VALUES (?, ?, ?, ?)",
+                    "INSERT OR IGNORE INTO leases VALUES (?, ?, ?, ?)",
                     (lease.id, lease.owner, lease.run, lease.expires_unix_ms),
                 )
-                db.executemany("INSERT INTO leased VALUES (?, ?)", [(digest, lease.id) for digest in wanted])
+                leased = [(digest, lease.id) for digest in wanted]
+                db.executemany("INSERT OR IGNORE INTO leased VALUES (?, ?)", leased)
             return missing
 
-        return await self._do(step)
+        return await self._write(step)
 
     async def renew_lease(self, lease_id: str, expires_ms: int, now_ms: int) -> Lease | None:
         def step(db: sqlite3.Connection) -> Lease | None:
@@ -240,14 +284,14 @@ class SqliteIndex:
             ).fetchone()
             return Lease(lease_id, row[0], row[1], expires_ms) if row else None
 
-        return await self._do(step)
+        return await self._write(step)
 
     async def release_lease(self, lease_id: str) -> bool:
         def step(db: sqlite3.Connection) -> bool:
             db.execute("DELETE FROM leased WHERE lease = ?", (lease_id,))
             return db.execute("DELETE FROM leases WHERE id = ?", (lease_id,)).rowcount > 0
 
-        return await self._do(step)
+        return await self._write(step)
 
     async def count_leases(self, digest: Digest | None, now_ms: int) -> int:
         def step(db: sqlite3.Connection) -> int:
@@ -260,23 +304,49 @@ class SqliteIndex:
                 )
             return int(db.execute(query, {"digest": digest, "now": now_ms}).fetchone()[0])
 
-        return await self._do(step)
+        return await self._read(step)
+
+    async def held(self, run: str, now_ms: int) -> dict[Digest, int]:
+        def step(db: sqlite3.Connection) -> dict[Digest, int]:
+            rows = db.execute(_SIZES_HELD, {"run": run, "now": now_ms}).fetchall()
+            return {Digest(digest): size for digest, size in rows}
+
+        return await self._read(step)
+
+    async def held_blobs(self, names: Sequence[BlobName], now_ms: int) -> set[BlobName]:
+        def step(db: sqlite3.Connection) -> set[BlobName]:
+            found = set()
+            for name in names:
+                query = f"SELECT {_HELD.format(_OWNERS[name.kind])}"
+                if db.execute(query, {"digest": name.digest, "now": now_ms}).fetchone()[0]:
+                    found.add(name)
+            return found
+
+        return await self._read(step)
 
     async def count_objects(self) -> int:
-        return await self._do(lambda db: int(db.execute("SELECT COUNT(*) FROM objects").fetchone()[0]))
+        return await self._read(lambda db: int(db.execute("SELECT COUNT(*) FROM objects").fetchone()[0]))
+
+    async def recent(self, limit: int) -> list[Digest]:
+        def step(db: sqlite3.Connection) -> list[Digest]:
+            query = "SELECT digest FROM objects ORDER BY used_ms DESC LIMIT ?"
+            return [Digest(digest) for (digest,) in db.execute(query, (limit,)).fetchall()]
+
+        return await self._read(step)
 
     # ------------------------------------------------------------------ eviction
 
-    async def idle(self, now_ms: int, limit: int) -> list[Entry]:
+    async def idle(self, now_ms: int, limit: int, skip: int = 0) -> list[Entry]:
         def step(db: sqlite3.Connection) -> list[Entry]:
             db.execute(
                 "DELETE FROM leased WHERE lease IN (SELECT id FROM leases WHERE expires_ms <= ?)", (now_ms,)
             )
             db.execute("DELETE FROM leases WHERE expires_ms <= ?", (now_ms,))
-            rows = db.execute(_IDLE, {"now": now_ms, "limit": limit}).fetchall()
+            bounds = {"now": now_ms, "limit": limit, "skip": skip, "most": limit + skip}
+            rows = db.execute(_IDLE, bounds).fetchall()
             return [Entry(Unit(unit), Digest(digest)) for unit, digest, _ in rows]
 
-        return await self._do(step)
+        return await self._write(step)
 
     async def forget(self, entry: Entry, now_ms: int) -> list[BlobName] | None:
         def step(db: sqlite3.Connection) -> list[BlobName] | None:
@@ -292,7 +362,30 @@ class SqliteIndex:
             db.execute("DELETE FROM aliases WHERE media = ?", (entry.digest,))
             return [BlobName(Kind.MANIFEST, entry.digest), *(BlobName(Kind.FRAME, frame) for frame in frames)]
 
-        return await self._do(step)
+        return await self._write(step)
+
+    # ------------------------------------------------------------------ flights and stores
+
+    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> bool:
+        def step(db: sqlite3.Connection) -> bool:
+            row = db.execute("SELECT owner, expires_ms FROM flights WHERE key = ?", (key,)).fetchone()
+            if row is not None and row[0] != owner and row[1] > now_ms:
+                return False
+            db.execute("INSERT OR REPLACE INTO flights VALUES (?, ?, ?)", (key, owner, expires_ms))
+            return True
+
+        return await self._write(step)
+
+    async def end_flight(self, key: Digest, owner: str) -> None:
+        query = "DELETE FROM flights WHERE key = ? AND owner = ?"
+        await self._write(lambda db: db.execute(query, (key, owner)))
+
+    async def knows_store(self, store: str) -> bool:
+        query = "SELECT 1 FROM stores WHERE id = ?"
+        return await self._read(lambda db: db.execute(query, (store,)).fetchone() is not None)
+
+    async def mark_store(self, store: str) -> None:
+        await self._write(lambda db: db.execute("INSERT OR IGNORE INTO stores VALUES (?)", (store,)))
 
     # ------------------------------------------------------------------ durability
 
@@ -340,6 +433,11 @@ def _unshared_frames(db: sqlite3.Connection, media: Digest) -> list[Digest]:
 
 
 def _index_error(path: Path, error: sqlite3.DatabaseError) -> OmnifleetError:
-    if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_BUSY:
+        return retryable(
+            Reason.UNAVAILABLE, f"index {path} is busy: another process writes", retry_after_ms=500
+        )
+    if code == sqlite3.SQLITE_FULL:
         return OmnifleetError(Reason.DISK_FULL, f"the disk of {path} is full", knob="media.store")
     return OmnifleetError(Reason.INTERNAL, f"index {path}: {error}", knob="media.store")
