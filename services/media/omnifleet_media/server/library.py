@@ -179,11 +179,12 @@ class Library:
             for blob, pixels in zip(blobs, clip.frames, strict=True)
         ]
         pieces += [(manifest_blob(item.digest), item.manifest), (source_blob(digest), source.data)]
-        await self._write(pieces, lambda: self._index_object(item, alias, digest))
+        size = len(source.data)
+        await self._write(pieces, lambda: self._index_object(item, alias, digest, size))
         return item
 
-    async def _index_object(self, item: MediaObject, alias: Digest, source: Digest) -> None:
-        await self.index.write_source(source, now_ms())
+    async def _index_object(self, item: MediaObject, alias: Digest, source: Digest, size: int) -> None:
+        await self.index.write_source(source, size, now_ms())
         await self.index.write_object(item, alias, now_ms())
 
     async def _make_durable(self, item: MediaObject, source: Digest) -> None:
