@@ -203,7 +203,10 @@ class Generation:
 
 
 class Outcome(StrEnum):
-    """How an attempt ended. Only SCORED trains; an infrastructure failure is never a reward."""
+    """How an attempt ended. Only SCORED trains; an infrastructure failure is never a reward.
+
+    NO_SIGNAL: scored, but all rewards of the group were equal and dynamic sampling dropped it.
+    """
 
     SCORED = "scored"
     INFRA_ERROR = "infra_error"
@@ -211,6 +214,7 @@ class Outcome(StrEnum):
     ENVIRONMENT_CRASH = "environment_crash"
     UNSCORABLE = "unscorable"
     STALE = "stale"
+    NO_SIGNAL = "no_signal"
 
 
 class Mark(StrEnum):

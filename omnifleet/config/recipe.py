@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from omnifleet.config.base import StrictModel
+from omnifleet.config.objective import ObjectiveConfig as ObjectiveConfig
 from omnifleet.config.services import GatewayConfig, MediaConfig, RewardConfig, RolloutConfig
 from omnifleet.types import LogprobsMode
 
@@ -82,61 +83,6 @@ class SamplingConfig(StrictModel):
     """Longest reply, tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
-
-
-class ObjectiveConfig(StrictModel):
-    """GRPO as in NeMo RL's ClippedPGLoss and its `grpo` advantage estimator."""
-
-    baseline: Literal["leave_one_out", "group_mean"] = "leave_one_out"
-    """What is subtracted from a reward."""
-    std: Literal["leave_one_out", "sample", "population", "none"] = "leave_one_out"
-    """What centred rewards are divided by."""
-    clip_low: float = Field(0.2, ge=0)
-    """Lower clip of the ratio: 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0)
-    """Upper clip of the ratio: 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bound of the loss for negative advantages."""
-    reduction: Literal["token", "sequence"] = "token"
-    """Mean over all tokens, or mean over sequences of their token means."""
-    ratio: Literal["token", "sequence"] = "token"
-    """Importance ratio per token, or per sequence (GSPO)."""
-    importance_correction: bool = True
-    """Multiply the loss by exp(prev - generation) logprobs: corrects for the policy that sampled."""
-    truncation: Literal["none", "tis", "icepop", "seq-mask-tis"] = "none"
-    """Truncation of those weights."""
-    truncation_min: float = Field(0.0, ge=0)
-    """Lower bound of the weights."""
-    truncation_max: float = Field(2.0, gt=0)
-    """Upper bound of the weights."""
-    kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference policy; 0 = no reference model."""
-    kl_type: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator."""
-    kl_input_clamp: float | None = Field(20.0, gt=0)
-    """Clamp of the log ratio."""
-    kl_output_clamp: float | None = Field(10.0, gt=0)
-    """Clamp of the KL term."""
-    kl_on_policy_approximation: bool = False
-    """Weight the KL of a token by exp(current - generation) logprobs instead of 1."""
-    overlong_filtering: bool = False
-    """Replies cut by the length limit do not train."""
-    sequence_error_threshold: float | None = Field(None, gt=1)
-    """Samples whose mean exp|generation - prev| is above this do not train."""
-    advantage_clip: float | None = Field(None, gt=0)
-    """Clamp of advantages to [-clip, clip]."""
-
-    @model_validator(mode="after")
-    def _combinations(self) -> ObjectiveConfig:
-        if self.ratio == "sequence" and self.reduction != "sequence":
-            raise ValueError("ratio = sequence needs reduction = sequence (GSPO): set objective.reduction")
-        if self.truncation != "none" and not self.importance_correction:
-            raise ValueError(
-                f"truncation = {self.truncation} needs importance_correction = true: set objective.importance_correction"
-            )
-        if self.truncation_min > self.truncation_max:
-            raise ValueError(f"truncation_min {self.truncation_min} > truncation_max {self.truncation_max}")
-        return self
 
 
 class OptimizerConfig(StrictModel):
@@ -295,6 +241,12 @@ class Recipe(StrictModel):
         if self.trainer.generations_per_prompt < 2 and self.objective.baseline == "leave_one_out":
             raise ValueError(
                 "objective.baseline = leave_one_out needs trainer.generations_per_prompt >= 2: every advantage would be 0"
+            )
+        overlong = self.objective.reward_shaping.overlong
+        if overlong is not None and overlong.max_tokens > self.sampling.max_tokens:
+            raise ValueError(
+                f"objective.reward_shaping.overlong.max_tokens {overlong.max_tokens} > sampling.max_tokens "
+                f"{self.sampling.max_tokens}: no reply is that long"
             )
         per_run = (
             self.trainer.prompts_per_step

@@ -17,7 +17,7 @@ from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, Recipe, Tr
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
-from omnifleet_trainer.grpo.logprobs import token_logprobs
+from omnifleet_trainer.objectives.logprobs import token_logprobs
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
 from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.policy.folder import write_folder

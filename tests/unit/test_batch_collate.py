@@ -17,7 +17,8 @@ from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet_trainer.batch.check import check_batch
 from omnifleet_trainer.batch.collate import MediaContract, collate, patch_bounds
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
-from omnifleet_trainer.grpo.losses import Normalisers, reduce
+from omnifleet_trainer.objectives.reductions import reduce
+from omnifleet_trainer.objectives.tensors import Normalisers
 
 IMAGE = 99
 CONTRACT = MediaContract(IMAGE, merge=2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnifleet_trainer.grpo.advantages import group_advantages, has_signal
+from omnifleet_trainer.objectives.advantages import group_advantages, has_signal
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.15, 0.2, 0.8, 0.95, 1.0]), min_size=1, max_size=16)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from omnifleet_trainer.grpo.logprobs import token_logprobs
+from omnifleet_trainer.objectives.logprobs import token_logprobs
 
 
 def test_lpr_01_temperature_divides_the_logits() -> None:

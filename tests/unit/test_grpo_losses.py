@@ -14,17 +14,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from omnifleet.config.recipe import ObjectiveConfig
-from omnifleet_trainer.grpo.losses import (
-    Loss,
-    Normalisers,
-    clipped_loss,
-    importance_weights,
-    kl_estimate,
-    kl_penalty,
-    masked_mean,
-    reduce,
-)
-from omnifleet_trainer.grpo.masks import keep_whole, sequence_errors, shifted, within_error
+from omnifleet_trainer.objectives.corrections.errors import sequence_errors, within_error
+from omnifleet_trainer.objectives.corrections.weights import importance_weights
+from omnifleet_trainer.objectives.kl import kl_estimate, kl_penalty
+from omnifleet_trainer.objectives.loss import Loss, policy_loss
+from omnifleet_trainer.objectives.masks import keep_whole, shifted
+from omnifleet_trainer.objectives.reductions import reduce
+from omnifleet_trainer.objectives.tensors import Normalisers, masked_mean
 
 PLAIN = {"importance_correction": False}
 
@@ -51,7 +47,7 @@ def loss_of(
     sample_mask = torch.ones(len(now), dtype=torch.float64) if samples is None else tensor(samples)
     both = token_mask * sample_mask[:, None]
     counted = Normalisers(float(both.sum()), float((both.sum(-1) > 0).sum()))
-    return clipped_loss(
+    return policy_loss(
         current=now,
         prev=p,
         generation=p.clone() if generation is None else tensor(generation),
@@ -134,8 +130,9 @@ def test_grp_18_each_reduction_is_what_its_name_says() -> None:
     whole = Normalisers(6.0, 2.0)
     assert reduce(values, mask, whole, "sequence").item() == pytest.approx(1.5)
     assert reduce(values, mask, whole, "token").item() == pytest.approx(1.6666667)
-    with pytest.raises(ValidationError):
-        ObjectiveConfig(reduction="constant")  # type: ignore[arg-type]
+    assert reduce(values, mask, whole, "constant", 8).item() == pytest.approx(0.625)
+    with pytest.raises(ValidationError, match="reduction_tokens"):
+        ObjectiveConfig(reduction="constant")
 
 
 def test_tok_06_environment_tokens_do_not_count_in_the_kl() -> None:
@@ -152,10 +149,10 @@ def test_importance_truncations() -> None:
     ones = torch.ones(1, 3).double()
 
     def weights(**objective: Any) -> tuple[list[float], list[float]]:
-        kept, outside = importance_weights(
+        found = importance_weights(
             tensor(gap), torch.zeros(1, 3).double(), ones, ObjectiveConfig(**objective)
         )
-        return kept[0].tolist(), outside[0].tolist()
+        return found.values[0].tolist(), (found.low | found.high)[0].tolist()
 
     assert weights() == (pytest.approx([0.5, 4.0, 1.0]), [0, 0, 0])
     bounds = {"truncation_min": 0.8, "truncation_max": 2.0}
@@ -170,15 +167,15 @@ def test_importance_truncations() -> None:
 
 
 def test_weights_that_overflow_become_zero() -> None:
-    weights, _ = importance_weights(
+    weights = importance_weights(
         tensor([[900.0, 0.0]]), torch.zeros(1, 2).double(), torch.ones(1, 2).double(), ObjectiveConfig()
     )
-    assert weights.tolist() == [[0.0, 1.0]]
+    assert weights.values.tolist() == [[0.0, 1.0]]
 
 
 def test_garbage_in_masked_positions_never_reaches_loss_or_gradient() -> None:
     current = tensor([[-1.0, -800.0]]).requires_grad_()
-    loss = clipped_loss(
+    loss = policy_loss(
         current=current,
         prev=tensor([[-1.1, 0.0]]),
         generation=tensor([[-1.2, 900.0]]),
@@ -280,7 +277,7 @@ def total(case: dict[str, Any], cuts: list[list[int]] | None = None) -> float:
     whole = Normalisers(float(both.sum()), float((both.sum(-1) > 0).sum()))
     value = 0.0
     for rows in cuts or [list(range(len(case["current"])))]:
-        value += clipped_loss(
+        value += policy_loss(
             **{name: tensor(case[name][rows]) for name in ("current", "prev", "generation", "reference")},
             advantages=tensor(case["advantages"][rows])[:, None].expand(-1, case["mask"].shape[1]),
             token_mask=tensor(case["mask"][rows]),

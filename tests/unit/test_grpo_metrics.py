@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from omnifleet.config.recipe import ObjectiveConfig
-from omnifleet_trainer.grpo.losses import Normalisers, clipped_loss
-from omnifleet_trainer.grpo.metrics import fold, lag_metrics, mean_of_updates, token_metrics
+from omnifleet_trainer.objectives.loss import policy_loss
+from omnifleet_trainer.objectives.metrics import fold, lag_metrics, mean_of_updates, token_metrics
+from omnifleet_trainer.objectives.tensors import Normalisers
 
 CURRENT = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -1.5, -9.0]], dtype=torch.float64)
 PREV = torch.tensor([[-1.1, -2.0, 5.0], [-0.5, -1.0, 5.0]], dtype=torch.float64)
@@ -24,7 +25,7 @@ PAIRS = [
 
 
 def measured(rows: slice, whole: Normalisers) -> dict[str, float]:
-    loss = clipped_loss(
+    loss = policy_loss(
         current=CURRENT[rows],
         prev=PREV[rows],
         generation=GENERATION[rows],

@@ -30,6 +30,10 @@ def check_sample(sample: TrainingSample) -> None:
     ):
         if len(values) != tokens:
             raise invalid(f"sample {name}: {len(values)} entries of {field} for {tokens} response tokens")
+    if sample.kept_ids is not None and len(sample.kept_ids) != tokens:
+        raise invalid(
+            f"sample {name}: {len(sample.kept_ids)} entries of kept_ids for {tokens} response tokens"
+        )
     if not sample.prompt_token_ids:
         raise invalid(f"sample {name}: the prompt is empty, so its first token has no logprob")
     own = token_digest(sample.prompt_token_ids)

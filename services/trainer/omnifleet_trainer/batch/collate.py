@@ -33,7 +33,8 @@ class MicroBatch:
     rows: place of each sample in the step. input_ids, attention_mask, token_types (1 = image feature), lag: int64.
     token_mask, generation_logprobs, advantages: float32. sample_mask: [B] float32. truncated: [B] bool.
     first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture,
-    sample by sample in prompt order; grids: [pictures, 3] patches (t, h, w) in the same order.
+    sample by sample in prompt order; grids: [pictures, 3] patches (t, h, w) in the same order. kept: [B, S, K] int64
+    ids that the sampler's filters kept at each token, padded with -1; None if no sample knows them.
     """
 
     rows: tuple[int, ...]
@@ -51,6 +52,7 @@ class MicroBatch:
     first: int
     media: tuple[Digest, ...]
     grids: Tensor
+    kept: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
@@ -123,7 +125,7 @@ def _micro_batch(
         whole["lag"][i, start:end] = sample.lag
         real["token_mask"][i, start:end] = _trained(sample, contract)
         real["generation_logprobs"][i, start:end] = sample.generation_logprobs
-        real["advantages"][i, start:end] = _clamped(sample.advantage, advantage_clip)
+        real["advantages"][i, start:end] = advantage_row(sample, sample.advantage, advantage_clip)
     grids = [grid_of(batch.segments[key]) for sample in samples for key in sample.segment_keys]
     return MicroBatch(
         rows=tuple(rows),
@@ -135,7 +137,19 @@ def _micro_batch(
         first=min(len(sample.prompt_token_ids) for sample in samples),
         media=tuple(key for sample in samples for key in sample.segment_keys),
         grids=torch.from_numpy(np.concatenate(grids) if grids else np.zeros((0, 3), np.int64)),
+        kept=_kept(samples, width),
     )
+
+
+def _kept(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
+    most = max((len(ids) for sample in samples for ids in sample.kept_ids or ()), default=0)
+    if not most:
+        return None
+    kept = np.full((len(samples), width, most), -1, np.int64)
+    for i, sample in enumerate(samples):
+        for t, ids in enumerate(sample.kept_ids or (), len(sample.prompt_token_ids)):
+            kept[i, t, : len(ids)] = ids
+    return torch.from_numpy(kept)
 
 
 def _token_types(
@@ -164,8 +178,14 @@ def _trained(sample: TrainingSample, contract: MediaContract | None) -> npt.NDAr
     return mask.astype(np.float32)
 
 
-def _clamped(advantage: float, clip: float | None) -> float:
-    return advantage if clip is None else min(max(advantage, -clip), clip)
+def advantage_row(
+    sample: TrainingSample, advantage: float, clip: float | None = None
+) -> npt.NDArray[np.float32]:
+    """Advantage of each response token: the sample's, but in faulty messages what the fault costs; clamped to ±clip."""
+    row = np.full(len(sample.token_ids), advantage, np.float32)
+    for start, end, penalty in sample.penalties:
+        row[start:end] = penalty
+    return row if clip is None else row.clip(-clip, clip)
 
 
 def _padded(length: int, multiple: int) -> int:

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from omnifleet.config.recipe import ObjectiveConfig
+from omnifleet.config.objective import ObjectiveConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest, FinishReason, Group, Trajectory
 from omnifleet_trainer.batch.samples import Segment, StepBatch, TrainingSample
-from omnifleet_trainer.grpo.advantages import group_advantages
+from omnifleet_trainer.batch.scored import scored
 from omnifleet_trainer.loop.prompts import Prompts
+from omnifleet_trainer.objectives.assign import step_advantages
+from omnifleet_trainer.objectives.messages import fault_of, penalty_of
 from omnifleet_trainer.rendering import RenderedPrompt, Renderer
 
 log = logging.getLogger("omnifleet.trainer.batches")
@@ -19,17 +21,18 @@ log = logging.getLogger("omnifleet.trainer.batches")
 
 @dataclass(frozen=True, slots=True)
 class AdvantageRule:
-    """How rewards of a group become advantages; see `ObjectiveConfig`."""
+    """How rewards of a step become advantages; see `ObjectiveConfig`."""
 
     objective: ObjectiveConfig
 
-    def __call__(self, rewards: Sequence[float], truncated: Sequence[bool]) -> list[float]:
-        """One advantage a sample, clamped if the recipe says so. A sample that no loss sees enters no baseline."""
-        rule = self.objective
-        valid = [not (cut and rule.overlong_filtering) for cut in truncated]
-        advantages = group_advantages(rewards, valid, rule.baseline, rule.std)
-        clip = rule.advantage_clip
-        return advantages if clip is None else [max(-clip, min(clip, a)) for a in advantages]
+    def __call__(self, samples: Sequence[TrainingSample]) -> list[float]:
+        """One advantage a sample. A sample that no loss sees enters no baseline."""
+        return step_advantages([scored(sample) for sample in samples], self.objective)
+
+    def penalties(self, text: str, tokens: int, *, opened: str) -> tuple[tuple[int, int, float], ...]:
+        """What a fault in a reply costs its tokens; see `TrainingSample.penalties`. opened: end of the rendered prompt."""
+        penalty = penalty_of(fault_of(text, opened="<think>" in opened), self.objective.penalties)
+        return () if penalty is None else ((0, tokens, penalty),)
 
 
 class Batches:
@@ -51,13 +54,11 @@ class Batches:
             prompt = await self._render(group.prompt_id)
             tensors: Mapping[Digest, Segment] = {s.key: s.tensors for s in prompt.segments}
             segments.update(tensors)
-            advantages = self._advantages(
-                [t.reward for t in group.trajectories], [_truncated(t) for t in group.trajectories]
-            )
             samples += [
-                _sample(trajectory, group.id, prompt, advantage, version)
-                for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
+                self._sample(trajectory, group.id, prompt, version) for trajectory in group.trajectories
             ]
+        for sample, advantage in zip(samples, self._advantages(samples), strict=True):
+            sample.advantage = advantage
         return StepBatch(samples, step, segments)
 
     async def _render(self, prompt_id: str) -> RenderedPrompt:
@@ -71,25 +72,26 @@ class Batches:
             self._renderer.forget(row)
             return await self._renderer.render(row)
 
-
-def _sample(
-    trajectory: Trajectory, group_id: str, prompt: RenderedPrompt, advantage: float, version: int
-) -> TrainingSample:
-    return TrainingSample(
-        trajectory_id=trajectory.id,
-        group_id=group_id,
-        prompt_token_ids=prompt.expanded,
-        prompt_hash=trajectory.prompt_hash,
-        token_ids=trajectory.token_ids,
-        generation_logprobs=trajectory.logprobs,
-        mask=[1] * len(trajectory.token_ids),
-        lag=token_lags(trajectory, version),
-        reward=trajectory.reward,
-        advantage=advantage,
-        media=prompt.media,
-        segment_keys=tuple(segment.key for segment in prompt.segments),
-        truncated=_truncated(trajectory),
-    )
+    def _sample(
+        self, trajectory: Trajectory, group_id: str, prompt: RenderedPrompt, version: int
+    ) -> TrainingSample:
+        return TrainingSample(
+            trajectory_id=trajectory.id,
+            group_id=group_id,
+            prompt_token_ids=prompt.expanded,
+            prompt_hash=trajectory.prompt_hash,
+            token_ids=trajectory.token_ids,
+            generation_logprobs=trajectory.logprobs,
+            mask=[1] * len(trajectory.token_ids),
+            lag=token_lags(trajectory, version),
+            reward=trajectory.reward,
+            media=prompt.media,
+            segment_keys=tuple(segment.key for segment in prompt.segments),
+            truncated=_truncated(trajectory),
+            penalties=self._advantages.penalties(
+                trajectory.text, len(trajectory.token_ids), opened=prompt.opened
+            ),
+        ).trimmed()
 
 
 def _truncated(trajectory: Trajectory) -> bool:

@@ -41,8 +41,12 @@ class Rollouts:
         attempts_per_prompt: int,
         timeout_s: float,
         seed: int,
+        keeps: Callable[[Group], bool] = lambda group: True,
     ) -> None:
-        """serving: weights that the fleet has now. sampling: of one group; its seed is drawn per attempt."""
+        """serving: weights that the fleet has now. sampling: of one group; its seed is drawn per attempt.
+
+        keeps: False for a group that dynamic sampling drops; another prompt is then asked in its place.
+        """
         self._prompts = prompts
         self._prompter = prompter
         self._buffer = buffer
@@ -54,6 +58,7 @@ class Rollouts:
         self._attempts_per_prompt = attempts_per_prompt
         self._timeout_s = timeout_s
         self._seed = seed
+        self._keeps = keeps
         self._infra_failures = 0  # in a row: paces the producer while the fleet is away
         self._out: dict[str, PromptLease] = {}
 
@@ -96,6 +101,10 @@ class Rollouts:
             await self._failed(lease, error)
         else:
             self._infra_failures = 0
+            if not self._keeps(group):
+                self._counters.add("groups_without_signal")
+                self._give_back(lease, Outcome.NO_SIGNAL, "all rewards are equal", 1)
+                return
             del self._out[lease.attempt]
             self._buffer.put(lease, group)
 

@@ -24,8 +24,9 @@ from omnifleet_trainer.batch.check import check_batch
 from omnifleet_trainer.batch.collate import MicroBatch, collate
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import automodel as compat
-from omnifleet_trainer.grpo.logprobs import token_logprobs
+from omnifleet_trainer.objectives.logprobs import token_logprobs
 from omnifleet_trainer.policy.folder import read_folder, write_folder
+from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_names
 from omnifleet_trainer.policy.optimizer import Optimizer
 from omnifleet_trainer.policy.step import response_logprobs, train_step
@@ -50,9 +51,10 @@ class AutoModelPolicy:
         freeze: Sequence[str] = (),
         seed: int = 0,
         feature_cache_bytes: int = 1 << 30,
+        on_mismatch: OnMismatch | None = None,
     ) -> None:
         self._source, self._trainer, self._objective = source, trainer, objective
-        self._temperature = temperature
+        self._temperature, self._on_mismatch = temperature, on_mismatch
         if temperature <= 0:
             raise invalid(
                 "greedy samples have no logprobs to train on",
@@ -122,7 +124,7 @@ class AutoModelPolicy:
         return response_logprobs(micros, len(batch.samples), self._forward(batch))
 
     def train(self, batch: StepBatch) -> dict[str, float]:
-        """See `Policy`. Besides the metrics of `grpo.metrics`: lr, grad_norm, media_* counts, train_seconds."""
+        """See `Policy`. Besides the metrics of `objectives.metrics`: lr, grad_norm, media_* counts, train_seconds."""
         check_batch(batch)
         began, rows = time.monotonic(), range(len(batch.samples))
         size = self._trainer.batch_samples or max(len(rows), 1)
@@ -137,6 +139,7 @@ class AutoModelPolicy:
             reference=None
             if self._reference is None
             else lambda micros: self._reference_logprobs(batch, micros),
+            on_mismatch=self._on_mismatch,
         )
         metrics["lr"] = self._optimizer.learning_rate()
         self._optimizer.steps += 1
@@ -212,7 +215,12 @@ class AutoModelPolicy:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=half):
                 arguments = self._vision.arguments(micro, batch.segments)
                 logits = self._model(**arguments, logits_to_keep=wanted, use_cache=False).logits
-            return token_logprobs(logits, micro.input_ids[:, micro.first :], temperature=self._temperature)
+            return token_logprobs(
+                logits,
+                micro.input_ids[:, micro.first :],
+                temperature=self._temperature,
+                kept=None if micro.kept is None else micro.kept[:, micro.first :],
+            )
 
         return forward
 

@@ -10,11 +10,12 @@ from omnifleet.types import LogprobsMode
 from omnifleet_trainer.policy.port import Policy
 
 
-def open_policy(recipe: Recipe, source: Path) -> Policy:
+def open_policy(recipe: Recipe, source: Path, *, run_dir: Path | None = None) -> Policy:
     """The policy that `recipe.trainer.backend` names, over the checkpoint folder `source`. Close it when done.
 
     The trainer divides its logits by sampling.temperature where the rollout's logprobs are processed, and by 1 where
-    they are raw: both sides then speak of one distribution. Raises OmnifleetError (see `AutoModelPolicy`).
+    they are raw: both sides then speak of one distribution. run_dir: plots of mismatches go into it, None = no plots.
+    Raises OmnifleetError (see `AutoModelPolicy`).
     """
     match recipe.trainer.backend:
         case "fake":
@@ -23,6 +24,7 @@ def open_policy(recipe: Recipe, source: Path) -> Policy:
             return FakePolicy(Path(recipe.model.path))
         case "automodel":
             from omnifleet_trainer.policy.automodel import AutoModelPolicy
+            from omnifleet_trainer.policy.mismatch import MismatchPlots
 
             processed = recipe.rollout.logprobs_mode is LogprobsMode.PROCESSED
             return AutoModelPolicy(
@@ -32,6 +34,7 @@ def open_policy(recipe: Recipe, source: Path) -> Policy:
                 temperature=recipe.sampling.temperature if processed else 1.0,
                 freeze=recipe.model.freeze,
                 seed=recipe.run.seed,
+                on_mismatch=None if run_dir is None else MismatchPlots(run_dir / "mismatch"),
             )
         case "megatron":
             raise OmnifleetError(

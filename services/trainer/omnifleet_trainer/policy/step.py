@@ -6,7 +6,6 @@ A backend brings three functions and nothing else; this file brings the order of
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,29 +14,51 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from omnifleet.config.recipe import ObjectiveConfig
-from omnifleet_trainer.batch.collate import MicroBatch
+from omnifleet.config.objective import ObjectiveConfig
+from omnifleet_trainer.batch.collate import MicroBatch, advantage_row
 from omnifleet_trainer.batch.samples import StepBatch
-from omnifleet_trainer.grpo.advantages import has_signal
-from omnifleet_trainer.grpo.losses import Normalisers, clipped_loss
-from omnifleet_trainer.grpo.masks import keep_whole, sequence_errors, shifted, within_error
-from omnifleet_trainer.grpo.metrics import Metrics, fold, lag_metrics, mean_of_updates, token_metrics
+from omnifleet_trainer.batch.scored import scored
+from omnifleet_trainer.objectives.assign import step_advantages
+from omnifleet_trainer.objectives.corrections.errors import sequence_errors, within_error
+from omnifleet_trainer.objectives.corrections.rejection import accepted
+from omnifleet_trainer.objectives.corrections.weights import importance_weights, weight_sums
+from omnifleet_trainer.objectives.kl import kl_of_reward
+from omnifleet_trainer.objectives.loss import policy_loss
+from omnifleet_trainer.objectives.masks import keep_whole, shifted
+from omnifleet_trainer.objectives.metrics import (
+    Metrics,
+    fold,
+    gap_metrics,
+    lag_metrics,
+    mean_of_updates,
+    sequence_error_metrics,
+    token_metrics,
+)
+from omnifleet_trainer.objectives.tensors import Normalisers, masked
+from omnifleet_trainer.policy.mismatch import Mismatch, OnMismatch, report_worst
 
 Forward = Callable[[MicroBatch], Tensor]
 """Micro-batch -> [B, S - first] logprobs of the tokens in columns first.. (temperature applied), with gradient."""
 Update = Callable[[], float]
 """Clip the gradients that are there and move the weights; returns the norm before clipping."""
+Total = Callable[[Sequence[float]], Sequence[float]]
+"""Counts of this rank -> counts of all ranks."""
 
 
 @dataclass(slots=True)
 class _Work:
-    """A micro-batch and what earlier passes say about it. All [B, S - first] but keep, [B]."""
+    """A micro-batch and what earlier passes say about it. All [B, S - first] but keep, [B].
+
+    errors, dropped: sequence errors of samples with trained tokens before any was dropped; rows that were dropped.
+    """
 
     micro: MicroBatch
     keep: Tensor
     prev: Tensor | None = None
     reference: Tensor | None = None
+    advantages: Tensor | None = None
     errors: list[float] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
     def columns(self, name: str) -> Tensor:
         """A per-token tensor of the micro-batch, for the predictions of columns first.. only."""
@@ -46,6 +67,10 @@ class _Work:
 
     def mask(self) -> Tensor:
         return self.columns("token_mask") * self.keep[:, None]
+
+    def known(self) -> Tensor:
+        assert self.prev is not None
+        return self.prev
 
 
 def response_logprobs(
@@ -62,6 +87,16 @@ def response_logprobs(
     return replies
 
 
+def needs_prev_pass(objective: ObjectiveConfig, updates: int) -> bool:
+    """False if the logprobs of the only update itself, detached, are all that is asked of `prev`."""
+    return (
+        updates > 1
+        or objective.rejects_samples
+        or objective.weight_normalisation
+        or (objective.kl_in == "reward" and objective.kl_coefficient > 0)
+    )
+
+
 def train_step(
     batch: StepBatch,
     updates: Sequence[Sequence[MicroBatch]],
@@ -70,58 +105,98 @@ def train_step(
     forward: Forward,
     update: Update,
     reference: Callable[[Sequence[MicroBatch]], list[Tensor]] | None = None,
+    total: Total = list,
+    on_mismatch: OnMismatch | None = None,
 ) -> Metrics:
     """Train on `updates`, one optimiser update for each list of micro-batches (on the model's device).
 
-    prev logprobs come from a pass before the first update. With a single update and no sequence-error mask that pass
-    is left out: the logprobs of the update itself, detached, are the same numbers. An update without a trained token,
-    or whose gradient is not finite, moves nothing and is counted in `skipped_updates`.
+    prev logprobs come from a pass before the first update, which is left out where `needs_prev_pass` says so. A sample
+    that is dropped by what that pass says leaves the baseline of its group too. An update without a trained token, or
+    whose gradient is not finite, moves nothing and is counted in `skipped_updates`.
+    total: sums counts over ranks. on_mismatch: told of the sample on which the two engines differ most, if they do.
     """
     works = [[_Work(micro, _keep(micro, objective)) for micro in micros] for micros in updates]
     every = [work for part in works for work in part]
-    if len(updates) > 1 or objective.sequence_error_threshold is not None:
+    if needs_prev_pass(objective, len(updates)):
         for work in every:
             with torch.no_grad():
                 work.prev = forward(work.micro)
-    masked = sum(_mask_errors(work, objective) for work in every)
+            _reject(work, objective)
     if reference is not None:
         for work, logprobs in zip(every, reference([work.micro for work in every]), strict=True):
             work.reference = logprobs
+    advantages = _reassigned(batch, every, objective)
     parts, skipped = [], 0
     for part in works:
-        metrics, moved = _one_update(part, objective, forward, update)
+        metrics, moved = _one_update(part, objective, forward, update, total)
         parts.append(metrics)
         skipped += not moved
     totals = mean_of_updates(parts)
     totals |= {"updates": float(len(works) - skipped), "skipped_updates": float(skipped)}
-    totals |= _sequence_error_metrics(every, masked)
-    totals |= lag_metrics(_trained_lags(every))
-    return totals | sample_metrics(batch)
+    totals |= _step_metrics(batch, every, advantages)
+    if on_mismatch is not None:
+        report_worst(batch, _mismatches(every), totals.get("token_mult_prob_error", 1.0), on_mismatch)
+    return totals
 
 
 def _keep(micro: MicroBatch, objective: ObjectiveConfig) -> Tensor:
     return micro.sample_mask * keep_whole(micro.truncated, objective.overlong_filtering)
 
 
-def _mask_errors(work: _Work, objective: ObjectiveConfig) -> int:
-    """Drop samples above the sequence-error threshold; returns how many."""
-    if work.prev is None or objective.sequence_error_threshold is None:
-        return 0
-    errors = sequence_errors(work.columns("generation_logprobs"), work.prev, work.mask())
+def _reject(work: _Work, objective: ObjectiveConfig) -> None:
+    """Drop samples that the objective's rules refuse, by the prev pass."""
+    generation, mask = work.columns("generation_logprobs"), work.mask()
+    work.errors = _errors(work, mask)
+    if not objective.rejects_samples:
+        return
+    errors = sequence_errors(generation, work.known(), mask)
     kept = work.keep * within_error(errors, objective.sequence_error_threshold)
-    dropped = int((work.keep - kept).sum())
+    kept = kept * accepted(work.known(), generation, mask, objective.rejection)
+    work.dropped = [
+        row for row, gone in zip(work.micro.rows, (work.keep > kept).tolist(), strict=True) if gone
+    ]
     work.keep = kept
-    return dropped
+
+
+def _errors(work: _Work, mask: Tensor) -> list[float]:
+    errors = sequence_errors(work.columns("generation_logprobs"), work.known(), mask)
+    values: list[float] = errors[mask.sum(-1) > 0].tolist()
+    return values
+
+
+def _reassigned(batch: StepBatch, works: Sequence[_Work], objective: ObjectiveConfig) -> list[float]:
+    """Advantages of the step's samples: the loop's, or new ones if samples were dropped or the KL belongs to the reward."""
+    penalised = objective.kl_in == "reward" and objective.kl_coefficient > 0
+    dropped = {row for work in works for row in work.dropped}
+    if not dropped and not penalised:
+        return [sample.advantage for sample in batch.samples]
+    kl = [0.0] * len(batch.samples)
+    if penalised:
+        for work in works:
+            assert work.reference is not None
+            penalty = masked(
+                kl_of_reward(work.known(), work.reference, objective), work.columns("token_mask")
+            )
+            for row, value in zip(work.micro.rows, penalty.sum(-1).tolist(), strict=True):
+                kl[row] = value
+    samples = [
+        scored(sample, valid=row not in dropped, kl=kl[row]) for row, sample in enumerate(batch.samples)
+    ]
+    advantages = step_advantages(samples, objective)
+    for work in works:
+        rows = torch.zeros_like(work.micro.advantages)
+        for i, row in enumerate(work.micro.rows):
+            values = advantage_row(batch.samples[row], advantages[row], objective.advantage_clip)
+            rows[i, work.micro.prompt_lengths[i] : work.micro.lengths[i]] = torch.as_tensor(values)
+        work.advantages = shifted(rows)[:, work.micro.first - 1 :]
+    return advantages
 
 
 def _one_update(
-    works: Sequence[_Work], objective: ObjectiveConfig, forward: Forward, update: Update
+    works: Sequence[_Work], objective: ObjectiveConfig, forward: Forward, update: Update, total: Total
 ) -> tuple[Metrics, bool]:
     masks = [work.mask() for work in works]
-    normalisers = Normalisers(
-        tokens=float(sum(mask.sum() for mask in masks)),
-        sequences=float(sum((mask.sum(-1) > 0).sum() for mask in masks)),
-    )
+    normalisers = _normalisers(works, masks, objective, total)
     counts = {"global_valid_toks": normalisers.tokens, "global_valid_seqs": normalisers.sequences}
     if normalisers.tokens == 0:
         return counts | {"grad_norm": 0.0}, False
@@ -133,17 +208,37 @@ def _one_update(
     return fold(parts) | counts | {"grad_norm": norm if math.isfinite(norm) else 0.0}, math.isfinite(norm)
 
 
+def _normalisers(
+    works: Sequence[_Work], masks: Sequence[Tensor], objective: ObjectiveConfig, total: Total
+) -> Normalisers:
+    """Counts of the whole update, over all ranks, before any of it is trained."""
+    tokens = float(sum(mask.sum() for mask in masks))
+    sequences = float(sum((mask.sum(-1) > 0).sum() for mask in masks))
+    weights, weighed = 0.0, 0.0
+    if objective.weight_normalisation:
+        for work, mask in zip(works, masks, strict=True):
+            values = importance_weights(
+                work.known(), work.columns("generation_logprobs"), mask, objective
+            ).values
+            part, count = weight_sums(values, mask, objective)
+            weights, weighed = weights + part, weighed + count
+    tokens, sequences, weights, weighed = total([tokens, sequences, weights, weighed])
+    return Normalisers(tokens, sequences, weights / weighed if weights > 0 else 1.0)
+
+
 def _backward(
     work: _Work, mask: Tensor, normalisers: Normalisers, objective: ObjectiveConfig, forward: Forward
 ) -> Metrics:
     current = forward(work.micro)
-    prev = current.detach() if work.prev is None else work.prev
+    if work.prev is None:
+        work.prev = current.detach()
+        work.errors = _errors(work, mask)
     generation = work.columns("generation_logprobs")
-    loss = clipped_loss(
+    loss = policy_loss(
         current=current,
-        prev=prev,
+        prev=work.prev,
         generation=generation,
-        advantages=work.columns("advantages"),
+        advantages=work.columns("advantages") if work.advantages is None else work.advantages,
         token_mask=work.columns("token_mask"),
         sample_mask=work.keep,
         normalisers=normalisers,
@@ -151,11 +246,9 @@ def _backward(
         reference=work.reference,
     )
     loss.value.backward()  # type: ignore[no-untyped-call]
-    trained = mask.sum(-1) > 0
-    work.errors = sequence_errors(generation, prev, mask)[trained].tolist()
     return token_metrics(
         current=current,
-        prev=prev,
+        prev=work.prev,
         generation=generation,
         mask=mask,
         lag=work.columns("lag"),
@@ -164,40 +257,44 @@ def _backward(
     )
 
 
-def _sequence_error_metrics(works: Sequence[_Work], masked: int) -> Metrics:
-    errors = [error for work in works for error in work.errors]
-    if not errors:
-        return {"num_masked_seqs_by_logprob_error": float(masked)}
-    return {
-        "num_masked_seqs_by_logprob_error": float(masked),
-        "seq_mult_prob_error_max": max(errors),
-        "seq_mult_prob_error_min": min(errors),
-        "seq_mult_prob_error_mean": math.fsum(errors) / len(errors),
-    }
+def _step_metrics(batch: StepBatch, works: Sequence[_Work], advantages: Sequence[float]) -> Metrics:
+    """What only the whole step knows. masked_token_share, masked_sample_share: of the replies, what did not train."""
+    seen = [(work, work.mask()) for work in works if work.prev is not None]
+    after = [error for work, mask in seen for error in _errors(work, mask)]
+    before = [error for work in works for error in work.errors]
+    rewards = [batch.samples[row].reward for work in works for row in work.dropped]
+    gaps = [(work.known() - work.columns("generation_logprobs")).abs()[mask > 0] for work, mask in seen]
+    lags = [lag for work in works for lag in work.columns("lag")[work.mask() > 0].tolist()]
+    tokens = sum(len(sample.token_ids) for sample in batch.samples)
+    trained = sum(int((work.mask().sum(-1) > 0).sum()) for work in works)
+    metrics = sequence_error_metrics(before, after, rewards) | lag_metrics(lags)
+    if gaps:
+        metrics |= gap_metrics(torch.cat(gaps).float().cpu().numpy())
+    if tokens:
+        metrics["masked_token_share"] = 1 - len(lags) / tokens
+        metrics["masked_sample_share"] = 1 - trained / len(batch.samples)
+        metrics["advantages/mean"] = math.fsum(advantages) / len(advantages)
+        metrics["advantages/max"], metrics["advantages/min"] = max(advantages), min(advantages)
+    return metrics
 
 
-def _trained_lags(works: Sequence[_Work]) -> list[int]:
-    return [lag for work in works for lag in work.columns("lag")[work.mask() > 0].tolist()]
-
-
-def sample_metrics(batch: StepBatch) -> Metrics:
-    """Rewards, advantages, lengths and groups of a step. `zero_signal_groups`: groups that move nothing."""
-    if not batch.samples:
-        return {}
-    groups: dict[str, list[float]] = defaultdict(list)
-    for sample in batch.samples:
-        groups[sample.group_id].append(sample.advantage)
-    advantages = [sample.advantage for sample in batch.samples]
-    count = len(batch.samples)
-    return {
-        "reward": math.fsum(sample.reward for sample in batch.samples) / count,
-        "advantages_mean": math.fsum(advantages) / count,
-        "advantages_max": max(advantages),
-        "advantages_min": min(advantages),
-        "zero_signal_groups": float(sum(not has_signal(group) for group in groups.values())),
-        "groups": float(len(groups)),
-        "truncation_rate": sum(sample.truncated for sample in batch.samples) / count,
-        "mean_prompt_length": sum(len(sample.prompt_token_ids) for sample in batch.samples) / count,
-        "mean_response_length": sum(len(sample.token_ids) for sample in batch.samples) / count,
-        "total_num_tokens": float(sum(sample.length for sample in batch.samples)),
-    }
+def _mismatches(works: Sequence[_Work]) -> list[Mismatch]:
+    """The worst sample of each micro-batch."""
+    found = []
+    for work in works:
+        mask = work.mask()
+        if work.prev is None or not mask.any():
+            continue
+        generation = work.columns("generation_logprobs")
+        errors = sequence_errors(generation, work.prev, mask)
+        i = int(errors.argmax())
+        kept = mask[i] > 0
+        found.append(
+            Mismatch(
+                row=work.micro.rows[i],
+                error=float(errors[i]),
+                generation=generation[i][kept].double().exp().cpu().numpy(),
+                policy=work.prev[i][kept].double().exp().cpu().numpy(),
+            )
+        )
+    return found

@@ -32,6 +32,7 @@ from omnifleet_trainer.loop.prompting import Prompter
 from omnifleet_trainer.loop.prompts import Prompts
 from omnifleet_trainer.loop.rollouts import Rollouts
 from omnifleet_trainer.loop.samplers import SAMPLERS
+from omnifleet_trainer.loop.signal import SignalFilter
 from omnifleet_trainer.loop.start import LEDGER, Start
 from omnifleet_trainer.loop.weights import Weights
 from omnifleet_trainer.refit.sender import RefitSender
@@ -120,7 +121,7 @@ async def assembled(
                 max_lag=max(trainer.max_staleness, trainer.refit_every),
             )
         )
-        weights = await _open_weights(recipe, model, start)
+        weights = await _open_weights(recipe, model, run_dir, start)
         stack.callback(weights.close)
 
         served = Served(WeightVersion(name, start.lineage, start.step))
@@ -174,6 +175,7 @@ async def assembled(
             attempts_per_prompt=trainer.attempts_per_prompt,
             timeout_s=trainer.rollout_timeout_s,
             seed=recipe.run.seed,
+            **_dynamic_sampling(recipe),
         )
         journal = Journal(run_dir, step=start.step)
         parts = Parts(
@@ -251,12 +253,15 @@ class MediaCounters:
             return {}
 
 
-async def _open_weights(recipe: Recipe, model: Path, start: Start) -> Weights:
+async def _open_weights(recipe: Recipe, model: Path, run_dir: Path, start: Start) -> Weights:
     """Build the policy on its own thread and load the checkpoint that the run goes on from."""
     from omnifleet_trainer.policy.build import open_policy
 
     weights = await Weights.open(
-        lambda: open_policy(recipe, model), run=recipe.run.name, lineage=start.lineage, step=start.step
+        lambda: open_policy(recipe, model, run_dir=run_dir),
+        run=recipe.run.name,
+        lineage=start.lineage,
+        step=start.step,
     )
     if start.checkpoint is not None:
         folder = start.checkpoint
@@ -283,6 +288,13 @@ def _load_data(recipe: Recipe) -> tuple[Sequence[PromptRow], Sequence[PromptRow]
 def _room(recipe: Recipe) -> int:
     trainer = recipe.trainer
     return trainer.buffer_groups or (trainer.max_staleness + 1) * trainer.prompts_per_step
+
+
+def _dynamic_sampling(recipe: Recipe) -> dict[str, SignalFilter]:
+    if not recipe.objective.dynamic_sampling:
+        return {}
+    limit = recipe.objective.dynamic_sampling_limit
+    return {"keeps": SignalFilter(prompts_per_step=recipe.trainer.prompts_per_step, limit=limit)}
 
 
 def _sampling(recipe: Recipe) -> Sampling:

@@ -1,8 +1,9 @@
 """Rewards of one group to advantages. Plain float64; no tensors in, none out.
 
-Source: NeMo RL's `grpo` advantage estimator (leave-one-out baseline and standard deviation, epsilon 1e-6, a deviation
-of zero divides nothing). One change: rewards are compared exactly, so that equal rewards give exactly 0, where the
-float32 formula leaves advantages of up to 2e-4.
+GRPO (2402.03300): baseline = group_mean, std = population or sample. Dr.GRPO (2503.20783): group_mean, none.
+RLOO (2402.14740): leave_one_out, none. NeMo RL's `grpo` estimator, the default: leave_one_out for both, epsilon 1e-6,
+a deviation of zero divides nothing. One change: rewards are compared exactly, so that equal rewards give exactly 0,
+where the float32 formula leaves advantages of up to 2e-4.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-Baseline = Literal["leave_one_out", "group_mean"]
+Baseline = Literal["leave_one_out", "group_mean", "none"]
 Std = Literal["leave_one_out", "sample", "population", "none"]
 EPSILON = 1e-6
 
@@ -26,10 +27,11 @@ def group_advantages(
 ) -> list[float]:
     """Advantages of one group: A_i = (r_i - b_i) / (s_i + 1e-6), undivided where s_i = 0.
 
-    rewards, valid: [G]. b_i is the mean of the other samples (`leave_one_out`) or of all (`group_mean`); s_i is the
-    unbiased deviation of the other samples (`leave_one_out`), of all (`sample`), the biased one of all
-    (`population`), or absent (`none`). Samples that are not valid get 0 and enter no baseline; with `parity` they
-    count like the others, as in NeMo RL, whose valid mask is all ones.
+    rewards, valid: [G]. b_i is the mean of the other samples (`leave_one_out`) or of all (`group_mean`); with `none` it
+    is 0, and A_i is the reward, also in groups of one or of equal rewards. s_i is the unbiased deviation of the other
+    samples (`leave_one_out`), of all (`sample`), the biased one of all (`population`), or absent (`none`).
+    Samples that are not valid get 0 and enter no baseline; with `parity` they count like the others, as in NeMo RL,
+    whose valid mask is all ones.
     A sample without peers gets 0. Raises ValueError for other lengths or a reward that is not finite.
     """
     if len(rewards) != len(valid):
@@ -38,6 +40,10 @@ def group_advantages(
         raise ValueError(f"rewards must be finite: {list(rewards)}")
     kept = [i for i in range(len(rewards)) if parity or valid[i]]
     advantages = [0.0] * len(rewards)
+    if baseline == "none":
+        for i in kept:
+            advantages[i] = rewards[i]
+        return advantages
     if len(kept) < 2 or _all_equal([rewards[i] for i in kept]):
         return advantages
     for i in kept:
@@ -52,6 +58,11 @@ def group_advantages(
 def has_signal(advantages: Sequence[float]) -> bool:
     """False for a group that moves nothing: all its advantages are 0."""
     return any(advantage != 0 for advantage in advantages)
+
+
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """False for a group that dynamic sampling (DAPO) drops: all its rewards are equal."""
+    return not _all_equal(rewards)
 
 
 def _all_equal(values: Sequence[float]) -> bool:

@@ -1,7 +1,7 @@
-"""What a step says about itself. Source of names and formulas: NeMo RL `ClippedPGLoss` metrics.
+"""What a step says about itself. Source of names and formulas: NeMo RL `ClippedPGLoss` metrics; ESS is Kish's.
 
-Each function returns sums already divided by the update's normalisers, so that values of micro-batches add up; names
-that end in _min or _max are folded by min and max instead.
+Functions of micro-batches return sums already divided by the update's normalisers, so that values add up; names that
+end in _min or _max are folded by min and max instead.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from omnifleet_trainer.grpo.losses import Loss, Normalisers, kl_estimate
+from omnifleet_trainer.objectives.kl import kl_estimate
+from omnifleet_trainer.objectives.loss import Loss
+from omnifleet_trainer.objectives.tensors import Normalisers
 
 Metrics = dict[str, float]
 
@@ -33,6 +37,8 @@ def token_metrics(
 
     token_mult_prob_error (TMPE) = mean exp|g - p|, 1 is perfect. gen_kl_error, policy_kl_error: k3 of p - g and of
     g - p. js_divergence_error: half k3 to the mixture from both sides. approx_entropy = -mean exp(l - g) l.
+    clipped_low_share, clipped_high_share: tokens that the surrogate's bound took hold of. is_oob_ratio: tokens whose
+    weight was truncated; weight_low_share, weight_high_share: on which side.
     """
     keep = mask > 0
     now, p, g = current[keep].double(), prev[keep].double(), generation[keep].double()
@@ -47,10 +53,15 @@ def token_metrics(
         "sampling_importance_ratio": weights,
         "importance_square": weights.square(),
         "approx_entropy": -torch.exp(now - g) * now,
-        "probs_ratio": loss.ratio[keep].double(),
-        "probs_ratio_clamped": loss.clipped_ratio[keep].double(),
+        "probs_ratio": loss.surrogate.ratio[keep].double(),
+        "probs_ratio_clamped": loss.surrogate.bounded[keep].double(),
+        "clipped_low_share": loss.surrogate.low[keep].double(),
+        "clipped_high_share": loss.surrogate.high[keep].double(),
+        "weight_low_share": loss.weights.low[keep].double(),
+        "weight_high_share": loss.weights.high[keep].double(),
     }
     metrics = {name: values.sum().item() / max(normalisers.tokens, 1.0) for name, values in means.items()}
+    metrics["is_oob_ratio"] = metrics["weight_low_share"] + metrics["weight_high_share"]
     for name in ("probs_ratio", "probs_ratio_clamped"):
         if keep.any():
             metrics[f"{name}_min"] = means[name].min().item()
@@ -61,7 +72,6 @@ def token_metrics(
     metrics["num_valid_samples"] = float((mask.sum(-1) > 0).sum())
     metrics["loss"] = loss.value.item()
     metrics["kl_penalty"] = loss.kl.item()
-    metrics["is_oob_ratio"] = loss.out_of_bounds.item()
     return metrics
 
 
@@ -80,22 +90,54 @@ def fold(parts: Iterable[Mapping[str, float]]) -> Metrics:
 
 
 def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> Metrics:
-    """Metrics of the updates of one step -> of the step; also what only whole sums give.
+    """Metrics of the updates of one step -> of the step: means over the updates that have them, and what only whole
+    sums give.
 
     ess = (sum w)^2 / (n sum w^2), the share of tokens that the importance weights leave (Kish).
     token_mult_prob_error_lag0: TMPE over the tokens that the trained weights themselves sampled; what is above 1 there
     is the numerics of the two engines, and not the drift of the policy.
     """
     metrics = fold(updates)
+    counts = Counter(name for update in updates for name in update)
     for name in metrics:
         if not name.endswith(("_min", "_max")) and name != "num_valid_samples":
-            metrics[name] /= len(updates)
+            metrics[name] /= counts[name]
     square = metrics.pop("importance_square", 0.0)
     if square > 0:
         metrics["ess"] = metrics["sampling_importance_ratio"] ** 2 / square
     fresh, error = metrics.pop("fresh_tokens", 0.0), metrics.pop("fresh_error_sum", 0.0)
     if fresh > 0:
         metrics["token_mult_prob_error_lag0"] = error / fresh
+    return metrics
+
+
+def gap_metrics(gaps: npt.NDArray[np.float32]) -> Metrics:
+    """|prev - generation| of all trained tokens of a step -> logprob_gap_p50, _p99, _max; nothing for no tokens."""
+    if not gaps.size:
+        return {}
+    p50, p99 = np.quantile(gaps.astype(np.float64), [0.5, 0.99])
+    return {
+        "logprob_gap_p50": float(p50),
+        "logprob_gap_p99": float(p99),
+        "logprob_gap_max": float(gaps.max()),
+    }
+
+
+def sequence_error_metrics(
+    before: Sequence[float], after: Sequence[float], masked_rewards: Sequence[float]
+) -> Metrics:
+    """max_, mean_, min_seq_mult_prob_error over all samples with trained tokens, the same `_after_mask` over those
+    that stayed; num_masked_seqs_by_logprob_error; masked_correct_pct: share of masked ones whose reward is 1.
+    """
+    metrics = {"num_masked_seqs_by_logprob_error": float(len(masked_rewards))}
+    for errors, suffix in ((before, ""), (after, "_after_mask")):
+        if errors:
+            metrics[f"max_seq_mult_prob_error{suffix}"] = max(errors)
+            metrics[f"mean_seq_mult_prob_error{suffix}"] = math.fsum(errors) / len(errors)
+            metrics[f"min_seq_mult_prob_error{suffix}"] = min(errors)
+    if masked_rewards:
+        correct = sum(reward == 1 for reward in masked_rewards)
+        metrics["masked_correct_pct"] = correct / len(masked_rewards)
     return metrics
 
 
