@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from omnifleet.address import token_digest
 from omnifleet.auth import OPEN, Scope, Tokens
 from omnifleet.client.fleet import FleetClient, WorkerView
 from omnifleet.client.rollout import RolloutClient
 from omnifleet.config.services import GatewayConfig
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.http import http_serving
 from omnifleet.types import Digest, Identity, MediaKind, MediaRef, VersionSpan, WeightVersion, WorkerState
 from omnifleet.wire import rollout_pb2, rollout_pb2_grpc
@@ -27,9 +31,11 @@ from omnifleet_rollout.gateway.gateway import Gateway
 from omnifleet_rollout.gateway.http import make_gateway_app
 from omnifleet_rollout.gateway.renderer import RendererLoader
 from omnifleet_rollout.gateway.server import register
+from omnifleet_rollout.gateway.sessions import Sessions
 
 WHO = Identity(run="test")
 PROMPT = [10, 11, 12]
+PICTURE_BYTES = b"any bytes: the media service decodes"
 PICTURE = MediaRef(MediaKind.IMAGE, Digest("ab" * 32))
 
 
@@ -173,6 +179,18 @@ class World:
         )
 
 
+async def put_media(url: str, kind: MediaKind, run: str) -> MediaRef:
+    """As a media service without allowed hosts and roots: data URLs only. Equal URLs are equal content."""
+    head, comma, payload = url.partition(",")
+    if not (head.startswith("data:") and comma):
+        raise invalid(f"{url[:40]!r} is not allowed here", reason=Reason.INVALID_MEDIA)
+    try:
+        data = base64.b64decode(payload, validate=True)
+    except binascii.Error as error:
+        raise invalid(f"the data URL is not base64: {error}", reason=Reason.INVALID_MEDIA) from error
+    return PICTURE if data == PICTURE_BYTES else MediaRef(kind, Digest(blake3(data).hexdigest()))
+
+
 @asynccontextmanager
 async def world(
     path: Path, *, tokens: Tokens = OPEN, renderer: RendererLoader | None = None, **settings: Any
@@ -190,16 +208,22 @@ async def world(
     store.load(registry)
     fleet = Fleet(registry, store, look_every_s=0.1)
 
-    async def put_image(data: bytes, run: str) -> MediaRef:
-        return PICTURE
+    sessions = Sessions(path / "sessions.sqlite", keep=config.sessions)
 
     loader = renderer or RendererLoader(None)
     gateway = Gateway(
-        config, fleet, worker_secret=tokens.secret(Scope.SERVICE), renderer=loader, put_image=put_image
+        config,
+        fleet,
+        worker_secret=tokens.secret(Scope.SERVICE),
+        renderer=loader,
+        put_media=put_media,
+        sessions=sessions,
     )
     loader.start()
+    gateway.parsers.start()
     async with AsyncExitStack() as stack:
         stack.callback(store.close)
+        stack.callback(sessions.close)
         stack.push_async_callback(gateway.close)
         address = await stack.enter_async_context(
             serving("127.0.0.1:0", lambda s: register(gateway, s), tokens=tokens, knob="listen", grace_s=0.2)

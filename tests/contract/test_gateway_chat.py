@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from omnifleet.auth import OPEN, Scope, Tokens
 from omnifleet.client.media import MediaClient
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet.types import Identity
-from omnifleet_rollout.gateway.command import Pictures
-from omnifleet_rollout.gateway.openai_chat import _Stream
+from omnifleet.types import Identity, MediaKind
+from omnifleet_rollout.gateway.dialects.serving import Stream
+from omnifleet_rollout.gateway.media_in import MediaIn
 from omnifleet_rollout.gateway.renderer import Renderer, RendererLoader
 from tests.contract.gateway_world import PICTURE, World, token, until, v, world
 
@@ -94,9 +94,10 @@ async def test_a_reply_carries_text_usage_and_on_request_exact_tokens(
                 choice["message"]["content"] == said(renderer, seed, 4)
                 and choice["finish_reason"] == "length"
             )
-            own = choice["omnifleet"]
-            assert own["generation_token_ids"] == [token(seed, i) for i in range(4)]
-            assert own["generation_log_probs"] == [-0.5] * 4
+            own, said_by_model = choice["omnifleet"], choice["message"]
+            assert said_by_model["prompt_token_ids"] == prompt
+            assert said_by_model["generation_token_ids"] == [token(seed, i) for i in range(4)]
+            assert said_by_model["generation_log_probs"] == [-0.5] * 4
             assert own["weight_versions"][0] == {"version": "test/a:5", "start": 0, "end": 1, "worker": "w-1"}
             assert [c["logprob"] for c in choice["logprobs"]["content"]] == [-0.5] * 4
 
@@ -170,7 +171,8 @@ async def test_other_picture_sources_are_refused(tmp_path: Path, checkpoint: Pat
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"tools": [{"type": "function"}], "logit_bias": {"5": 1}}, "logit_bias, tools"),
+        ({"response_format": {"type": "json_schema"}, "logit_bias": {"5": 1}}, "logit_bias, response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"n": 0}, "n"),
         ({"temperature": -1}, "temperature"),
@@ -314,20 +316,20 @@ async def test_a_client_that_left_before_the_first_byte_leaves_no_events_open() 
     await anext(events)
     with pytest.raises(Exception):  # noqa: B017 - starlette's own
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
-        await _Stream(events, pieces("lines"))(scope, receive, gone)
+        await Stream(events, pieces("lines"))(scope, receive, gone)
     assert closed == ["events"]
 
 
 async def test_a_put_that_fails_late_leaves_the_new_connection_alone(tmp_path: Path) -> None:
-    pictures = Pictures(tmp_path, "", OPEN)
+    pictures = MediaIn(tmp_path, "", OPEN)
     new = cast(MediaClient, object())
 
     class Old:
-        async def put_image(self, data: bytes, run: str) -> None:
+        async def put(self, data: bytes, run: str, **_: Any) -> None:
             pictures._client = new  # another picture has connected again
             raise retryable(Reason.UNAVAILABLE, "the media service went away")
 
     pictures._client = cast(MediaClient, Old())
     with pytest.raises(OmnifleetError, match="went away"):
-        await pictures.put(b"", "run")
+        await pictures.put(PNG, MediaKind.IMAGE, "run")
     assert pictures._client is new

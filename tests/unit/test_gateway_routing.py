@@ -10,6 +10,7 @@ from omnifleet.client.fleet import WorkerView
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import WorkerState
 from omnifleet_rollout.gateway.routing import Ask, Router
+from omnifleet_rollout.gateway.sessions import Sessions
 
 
 def fleet(n: int, max_running: int = 4) -> list[WorkerView]:
@@ -17,7 +18,8 @@ def fleet(n: int, max_running: int = 4) -> list[WorkerView]:
 
 
 def router(queue_per_worker: int = 4, queue_per_run: int = 100) -> Router:
-    return Router(queue_per_worker=queue_per_worker, queue_per_run=queue_per_run)
+    homes = Sessions(None, keep=100)
+    return Router(queue_per_worker=queue_per_worker, queue_per_run=queue_per_run, homes=homes)
 
 
 @given(

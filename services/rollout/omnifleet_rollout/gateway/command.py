@@ -6,31 +6,29 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import yaml
 
 from omnifleet.auth import Scope, Tokens
-from omnifleet.client.media import MediaClient
 from omnifleet.config.recipe import AuthConfig, SamplingConfig
 from omnifleet.config.services import GatewayConfig, RolloutConfig
-from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import http_serving
-from omnifleet.service import load_section, load_tokens, peer, run_to_exit, until_stopped, write_record
+from omnifleet.service import load_section, load_tokens, run_to_exit, until_stopped, write_record
 from omnifleet.telemetry.logs import set_up_logs
-from omnifleet.types import MediaRef
 from omnifleet.wire.server import serving
 from omnifleet_rollout.fleet.registry import Registry
 from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.fleet.store import FleetStore
 from omnifleet_rollout.gateway.gateway import Gateway
 from omnifleet_rollout.gateway.http import make_gateway_app
+from omnifleet_rollout.gateway.media_in import MediaIn, clip_contract
 from omnifleet_rollout.gateway.renderer import RendererLoader
 from omnifleet_rollout.gateway.server import register
+from omnifleet_rollout.gateway.sessions import Sessions
 
 log = logging.getLogger("omnifleet.gateway")
-_MEDIA_S = 10.0
 
 
 def serve_gateway(
@@ -48,7 +46,8 @@ async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overr
     tokens = load_tokens(run_dir, load_section(run_dir, "auth", AuthConfig, overrides).tokens_file)
     model_path = _model_path(run_dir, overrides)
     store = FleetStore(run_dir / "fleet.sqlite")
-    pictures = Pictures(run_dir, media, tokens)
+    media_in = MediaIn(run_dir, media, tokens, clip_contract(config, model_path))
+    sessions = Sessions(run_dir / "sessions.sqlite", keep=config.sessions)
     renderer = RendererLoader(model_path)
     try:
         fleet = _fleet(config, rollout, store)
@@ -57,11 +56,13 @@ async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overr
             fleet,
             worker_secret=tokens.secret(Scope.SERVICE),
             renderer=renderer,
-            put_image=pictures.put,
+            put_media=media_in.put,
+            sessions=sessions,
             model_path=model_path,
             defaults=sampling,
         )
         renderer.start()
+        gateway.parsers.start()
         async with _running(gateway, tokens, listen or config.listen, http_listen or config.http_listen) as (
             grpc,
             http,
@@ -73,7 +74,8 @@ async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overr
             gateway.dispatcher.stop()
     finally:
         store.close()
-        await pictures.close()
+        sessions.close()
+        await media_in.close()
 
 
 def _fleet(config: GatewayConfig, rollout: RolloutConfig, store: FleetStore) -> Fleet:
@@ -128,37 +130,3 @@ def _model_path(run_dir: Path, overrides: Sequence[str]) -> Path | None:
     body = yaml.safe_load(recipe.read_text()) if recipe.exists() else {}
     path = (apply_overrides(body or {}, overrides).get("model") or {}).get("path")
     return Path(path) if path else None
-
-
-class Pictures:
-    """Puts inline pictures into the media service; connects at the first one."""
-
-    def __init__(self, run_dir: Path, address: str, tokens: Tokens) -> None:
-        self._run_dir, self._address = run_dir, address
-        self._secret = tokens.secret(Scope.SERVICE)
-        self._opening = asyncio.Lock()
-        self._client: MediaClient | None = None
-        self._open = AsyncExitStack()
-
-    async def put(self, data: bytes, run: str) -> MediaRef:
-        """Reference of a picture's bytes. Raises INVALID_MEDIA, UNAVAILABLE."""
-        client = await self._connected()
-        try:
-            return await client.put_image(data, run)
-        except OmnifleetError as error:
-            if error.reason is Reason.UNAVAILABLE and client is self._client:
-                await self.close()  # it may have come up elsewhere: the next picture looks again
-            raise
-
-    async def _connected(self) -> MediaClient:
-        async with self._opening:
-            if self._client is None:
-                address = await peer(self._run_dir, "media", given=self._address, deadline_s=_MEDIA_S)
-                opened = MediaClient.open(address, self._secret, name="gateway", same_host=False)
-                self._client = await self._open.enter_async_context(opened)
-            return self._client
-
-    async def close(self) -> None:
-        """Disconnect."""
-        self._client = None
-        await self._open.aclose()

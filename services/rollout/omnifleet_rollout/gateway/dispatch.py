@@ -21,6 +21,7 @@ from omnifleet.wire import rollout_pb2
 from omnifleet.wire.errors import from_detail, to_detail
 from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.gateway.accounts import Accounts
+from omnifleet_rollout.gateway.budget import Budgets
 from omnifleet_rollout.gateway.checks import check, one_sample
 from omnifleet_rollout.gateway.flight import Flight
 from omnifleet_rollout.gateway.links import Links, meaning
@@ -69,6 +70,7 @@ class Dispatcher:
         self._placement = Placement(fleet, router)
         self._attempts = attempts
         self._eos, self._decode = eos, decode
+        self._budgets = Budgets()
         self._flights: dict[str, Flight] = {}
         self._calls: dict[str, list[_Call]] = {}
 
@@ -109,11 +111,17 @@ class Dispatcher:
             # The accounts first: where a cancelled scope cancels every wait again, `close` does not get to its end.
             del self._flights[request.request_id]
             self._router.dismiss(run, n)
+            self._budgets.give_back(run, n - flight.finished)
             await flight.close()
 
     def _admit(self, run: str, n: int) -> None:
         try:
             self._router.admit(run, n, self._quota(run))
+            try:
+                self._budgets.take(run, n, _now())
+            except OmnifleetError:
+                self._router.dismiss(run, n)
+                raise
         except OmnifleetError as error:
             self.accounts.refuse(error)
             raise
@@ -261,7 +269,8 @@ class Dispatcher:
             case "chunk":
                 progress.take(event.chunk)
                 self.accounts.add(flight.ask.run, tokens=len(event.chunk.token_ids))
-                await flight.put(event)
+                if not flight.request.whole_samples:
+                    await flight.put(event)
             case "finished":
                 if event.finished.finish_reason == FinishReason.ABORT:
                     raise retryable(Reason.WORKER_LOST, "the worker gave the sample up")
@@ -285,6 +294,9 @@ class Dispatcher:
 
     def _end(self, flight: Flight, progress: Progress, event: rollout_pb2.GenerateEvent) -> None:
         self.accounts.add(flight.ask.run, samples_finished=1)
+        flight.finished += event.finished.finish_reason != FinishReason.ABORT
+        if flight.request.whole_samples:
+            flight.put_last(progress.whole())
         flight.put_last(event)
 
     def _fail(self, flight: Flight, progress: Progress, error: OmnifleetError) -> None:
@@ -344,6 +356,10 @@ class Dispatcher:
         return self._router.samples(worker.id)
 
     # ------------------------------------------------------------------ accounts
+
+    def budget(self, run: str, samples: int) -> int:
+        """The run may start this many samples from now on; what was left of its last budget."""
+        return self._budgets.set(run, samples, _now())
 
     def _quota(self, run: str) -> int:
         return sum(pool.quota for pool in self._fleet.registry.pools_of(run) if pool.run == run)

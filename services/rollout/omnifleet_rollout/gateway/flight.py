@@ -18,7 +18,8 @@ _CHUNKS = 256  # events that may wait for a slow reader, a request
 class Flight:
     """deadline: seconds of the event loop's clock. home: worker of the first sample, preferred by the others.
 
-    aborted, broken: why its tasks were cancelled from outside. placed: sample -> worker, until its task begins.
+    finished: samples that are complete. aborted, broken: why its tasks were cancelled from outside.
+    placed: sample -> worker, until its task begins.
     """
 
     request: rollout_pb2.GenerateRequest
@@ -27,6 +28,7 @@ class Flight:
     bound: VersionBound
     home: str = ""
     aborted: bool = False
+    finished: int = 0
     broken: OmnifleetError | None = None
     echo: rollout_pb2.PromptEcho | None = None
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -48,13 +50,14 @@ class Flight:
         self._events.put_nowait(event)
 
     def put_last(self, event: rollout_pb2.GenerateEvent) -> None:
-        """Queue the end of a sample; never waits."""
+        """Queue what belongs to the end of a sample; never waits, since that is two events at most."""
         self._events.put_nowait(event)
 
     async def get(self) -> rollout_pb2.GenerateEvent:
         """The next event."""
         event = await self._events.get()
-        if event.WhichOneof("event") in ("prompt", "chunk"):
+        kind = event.WhichOneof("event")
+        if kind == "prompt" or (kind == "chunk" and not self.request.whole_samples):
             self._room.release()
         return event
 

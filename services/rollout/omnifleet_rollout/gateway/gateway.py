@@ -15,18 +15,23 @@ import omnifleet
 from omnifleet.client.rollout import Rendered
 from omnifleet.config.recipe import SamplingConfig
 from omnifleet.config.services import GatewayConfig
-from omnifleet.errors import OmnifleetError, invalid
+from omnifleet.errors import invalid
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import WorkerState
 from omnifleet.wire import common_pb2, rollout_pb2
-from omnifleet.wire.codec import counters_to_wire, media_to_wire
+from omnifleet.wire.codec import counters_to_wire, identity_from_wire, media_to_wire
 from omnifleet.wire.server import INSTANCE
 from omnifleet_rollout.fleet.service import Fleet
+from omnifleet_rollout.gateway.conversation import ChatPrompt, Conversations
 from omnifleet_rollout.gateway.dispatch import Dispatcher
 from omnifleet_rollout.gateway.links import Links
+from omnifleet_rollout.gateway.parsing import ParsersLoader
+from omnifleet_rollout.gateway.parts import PutMedia
 from omnifleet_rollout.gateway.progress import Decode
-from omnifleet_rollout.gateway.renderer import PutImage, RendererLoader
+from omnifleet_rollout.gateway.renderer import RendererLoader
 from omnifleet_rollout.gateway.routing import Router
+from omnifleet_rollout.gateway.session_key import SessionKeys
+from omnifleet_rollout.gateway.sessions import Sessions
 
 _NO_DEADLINE_S = 1e7  # gRPC answers with a huge number where the caller set none
 
@@ -41,18 +46,23 @@ class Gateway:
         *,
         worker_secret: str,
         renderer: RendererLoader,
-        put_image: PutImage,
+        put_media: PutMedia,
+        sessions: Sessions,
         model_path: Path | None = None,
         defaults: SamplingConfig | None = None,
     ) -> None:
         self.config, self.fleet, self.renderer = config, fleet, renderer
         self.defaults = defaults or SamplingConfig()
         self.counters = Counters("gateway")
-        self._put_image = put_image
+        self.parsers = ParsersLoader(config, renderer)
+        self.conversations = Conversations(renderer, put_media, sessions, config.request_timeout_s)
+        self.session_keys = SessionKeys(worker_secret)
         self._model_path = model_path
         self._links = Links(worker_secret)
         self._began = time.monotonic()
-        router = Router(queue_per_worker=config.queue_per_worker, queue_per_run=config.queue_per_run)
+        router = Router(
+            queue_per_worker=config.queue_per_worker, queue_per_run=config.queue_per_run, homes=sessions
+        )
         self.dispatcher = Dispatcher(
             fleet,
             router,
@@ -80,25 +90,25 @@ class Gateway:
         if request.WhichOneof("prompt") == "chat":
             if request.media:
                 raise invalid("a chat prompt carries its media in its messages, not beside them")
-            rendered = await self.render(request.chat, request.identity.run)
+            rendered = await self.render(request.chat, request.identity)
             request.tokens.CopyFrom(rollout_pb2.TokenPrompt(token_ids=rendered.token_ids))
             request.media.extend(media_to_wire(ref) for ref in rendered.media)
         async with aclosing(self.dispatcher.generate(request, deadline)) as events:
             async for event in events:
                 yield event
 
-    async def render(self, chat: rollout_pb2.ChatPrompt, run: str) -> Rendered:
-        """Messages as exact tokens. Raises INVALID_REQUEST, INVALID_MEDIA, MODEL_MISSING."""
-        renderer = await self.renderer.get(self.config.request_timeout_s)
+    async def render(self, chat: rollout_pb2.ChatPrompt, who: common_pb2.Identity) -> Rendered:
+        """Messages as exact tokens. Raises INVALID_REQUEST, INVALID_MEDIA, MODEL_MISSING, HISTORY_CHANGED."""
         try:
             messages = json.loads(chat.messages_json)
-            tools = json.loads(chat.tools_json) if chat.tools_json else None
+            tools = json.loads(chat.tools_json) if chat.tools_json else []
             kwargs = json.loads(chat.template_kwargs_json) if chat.template_kwargs_json else {}
         except ValueError as error:
             raise invalid(f"the chat prompt is not JSON: {error}") from error
-        if not isinstance(kwargs, dict):
-            raise invalid("template_kwargs must be an object")
-        return await renderer.render(messages, run, self._put_image, tools=tools, template_kwargs=kwargs)
+        if not isinstance(kwargs, dict) or not isinstance(tools, list):
+            raise invalid("template_kwargs must be an object and tools a list")
+        prompt = ChatPrompt(messages, tools, kwargs, chat.required_prefix_token_ids)
+        return (await self.conversations.open(prompt, identity_from_wire(who))).rendered
 
     async def run(self) -> None:
         """Background work until cancelled. Ends only by an error."""
@@ -113,7 +123,7 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """True if a request would find a worker now."""
-        return self._states()[WorkerState.READY] > 0 and self.renderer.settled
+        return self._states()[WorkerState.READY] > 0 and self.renderer.settled and self.parsers.settled
 
     def models(self) -> list[str]:
         """Names that a chat request may give as `model`; the first is the canonical one."""
@@ -197,12 +207,3 @@ class Gateway:
     def _decode(self) -> Decode | None:
         renderer = self.renderer.now
         return renderer.decode if renderer else None
-
-
-def no_media(error: OmnifleetError) -> PutImage:
-    """A put_image for a gateway that has no media service: refuses with `error`."""
-
-    async def put(data: bytes, run: str) -> Any:
-        raise error
-
-    return put

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field
 
 from omnifleet.auth import Tokens
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import make_app
-from omnifleet_rollout.gateway import openai_chat
+from omnifleet.types import Identity
+from omnifleet_rollout.gateway.dialects import chat, completions, responses
 from omnifleet_rollout.gateway.gateway import Gateway
+from omnifleet_rollout.gateway.session_key import PREFIX, SessionKeys
 
 
 def make_gateway_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
     """All routes; everything under /v1 needs a bearer token of any scope."""
     app = make_app("omnifleet gateway", gateway.counters, lambda: gateway.ready)
-    guard = [Depends(_bearer(tokens))]
-    app.include_router(openai_chat.router(gateway), dependencies=guard)
+    guard = [Depends(_bearer(tokens, gateway.session_keys))]
+    for dialect in (chat, completions, responses):
+        app.include_router(dialect.router(gateway), dependencies=guard)
+
+    @app.get("/v1/models", dependencies=guard)
+    async def models() -> dict[str, Any]:
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "omnifleet"}
+            for name in gateway.models()
+        ]
+        return {"object": "list", "data": data}
+
+    @app.post("/v1/sessions", dependencies=guard)
+    async def sessions(ask: SessionAsk, http: Request) -> dict[str, Any]:
+        if getattr(http.state, "proven", None) is not None:
+            raise OmnifleetError(Reason.FORBIDDEN, "a session key mints no session keys")
+        return _mint(gateway, ask)
 
     @app.get("/v1/fleet", dependencies=guard)
     async def fleet() -> dict[str, Any]:
@@ -26,14 +46,48 @@ def make_gateway_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
     return app
 
 
-def _bearer(tokens: Tokens) -> Any:
+class SessionAsk(BaseModel):
+    """Who a session key is for. session: a name of its own, made up if empty. ttl_s: seconds that the key is good for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: str = "default"
+    environment: str = ""
+    episode: str = ""
+    session: str = ""
+    ttl_s: float = Field(86_400, gt=0, le=30 * 86_400)
+
+
+def _mint(gateway: Gateway, ask: SessionAsk) -> dict[str, Any]:
+    who = Identity(ask.run, ask.environment, ask.session or uuid.uuid4().hex, ask.episode)
+    expires = time.time() + ask.ttl_s
+    return {
+        "key": gateway.session_keys.mint(who, expires),
+        "run": who.run,
+        "environment": who.environment,
+        "episode": who.episode,
+        "session": who.session,
+        "expires_unix": int(expires),
+    }
+
+
+def _bearer(tokens: Tokens, keys: SessionKeys) -> Any:
     async def check(request: Request) -> None:
         secret = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if tokens.by_scope and tokens.scope_of(secret) is None:
+        key = next(
+            (text for text in (secret, request.headers.get("x-omnifleet-session", "")) if _is_key(text)), ""
+        )
+        if key:
+            request.state.proven = keys.read(key)
+        if tokens.by_scope and tokens.scope_of(secret) is None and key != secret:
             raise OmnifleetError(
                 Reason.UNAUTHENTICATED,
                 "no valid bearer token",
-                knob="Authorization: Bearer SECRET (tokens file)",
+                knob="Authorization: Bearer SECRET (tokens file) or a session key",
             )
 
     return check
+
+
+def _is_key(text: str) -> bool:
+    return text.startswith(PREFIX)

@@ -22,6 +22,7 @@ class Progress:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    text: str = ""
 
     def take(self, chunk: rollout_pb2.TokenChunk) -> None:
         """Add new tokens. Raises CORRUPT if their logprobs or spans do not fit."""
@@ -33,6 +34,7 @@ class Progress:
             )
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        self.text += chunk.text
         self.spans = joined([*self.spans, *spans])
 
     def finish(self, done: rollout_pb2.Finished) -> None:
@@ -65,6 +67,11 @@ class Progress:
             if any(stop in text for stop in self.sampling.stop):
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.sampling.max_tokens else None
+
+    def whole(self) -> rollout_pb2.GenerateEvent:
+        """All tokens in one chunk; their spans are in the event of the end."""
+        chunk = rollout_pb2.TokenChunk(token_ids=self.token_ids, logprobs=self.logprobs, text=self.text)
+        return rollout_pb2.GenerateEvent(sample=self.index, chunk=chunk)
 
     def finished(self, reason: FinishReason) -> rollout_pb2.GenerateEvent:
         """The end of this sample in the gateway's own words."""

@@ -1,38 +1,43 @@
-"""Chat messages -> exact token ids by the checkpoint's own template, and tokens -> text. Jinja and tokenizer only."""
+"""Template <-> tokens: chat messages -> exact token ids by the checkpoint's own template. Jinja and tokenizer only.
+
+A conversation that goes on is never tokenised again: `extend` keeps the known ids and adds only what the template puts
+after the last known reply.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import json
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omnifleet.client.rollout import Rendered
 from omnifleet.errors import OmnifleetError, Reason, invalid
-from omnifleet.types import Digest, MediaKind, MediaRef
+from omnifleet.types import MediaKind, MediaRef
+from omnifleet_rollout.gateway.parts import Plain
+from omnifleet_rollout.gateway.turns import Prefix
 
-PutImage = Callable[[bytes, str], Awaitable[MediaRef]]
-"""(bytes of a picture's file, run) -> its reference, by the media service."""
-
-_DIGEST = re.compile(r"media://([0-9a-f]{64})")
-_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 _OWN_KWARGS = frozenset(
     {"conversation", "tokenize", "chat_template", "return_tensors", "return_dict", "tools"}
 )
+_PLACEHOLDERS = {
+    MediaKind.IMAGE: ("image_token_id", "image_token_index", "img_context_token_id"),
+    MediaKind.VIDEO: ("video_token_id", "video_token_index", "video_context_token_id"),
+    MediaKind.AUDIO: ("audio_token_id", "audio_token_index", "sound_context_token_id"),
+}
+_REPLY = "omnifleet:reply:7d1f"  # stands for a reply while a template shows what comes after it
 
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """One checkpoint's tokenizer. image_token: id of the placeholder, None for a text model. eos: ids that end a reply."""
+    """One checkpoint's tokenizer. placeholders: kind -> id of its placeholder. eos: ids that end a reply."""
 
     tokenizer: Any
-    image_token: int | None
+    placeholders: Mapping[MediaKind, int]
     eos: frozenset[int]
+    special: frozenset[int] = field(default_factory=frozenset)
 
     @staticmethod
     def load(path: Path) -> Renderer:
@@ -51,51 +56,90 @@ class Renderer:
         generation = path / "generation_config.json"
         ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
         eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        return Renderer(tokenizer, config.get("image_token_id"), frozenset(eos))
+        return Renderer(
+            tokenizer, _placeholders(config), frozenset(eos), frozenset(tokenizer.all_special_ids)
+        )
+
+    # ------------------------------------------------------------------ tokens -> text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    async def render(
-        self,
-        messages: Any,
-        run: str,
-        put_image: PutImage,
-        *,
-        tools: Any = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Rendered:
-        """Unexpanded prompt tokens and media in order. Data URLs go into the media service.
+    def token_text(self, token_id: int) -> str:
+        """One token as it is, special or not."""
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
-        Raises INVALID_REQUEST for malformed messages or template arguments, INVALID_MEDIA for any other source.
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain text; special tokens in it are recognised, none is added."""
+        return [int(id) for id in self.tokenizer.encode(text, add_special_tokens=False)]
+
+    # ------------------------------------------------------------------ messages -> tokens
+
+    def render(self, messages: Sequence[Plain], *, tools: Any = None, kwargs: Mapping[str, Any]) -> Rendered:
+        """Unexpanded prompt tokens and media in order.
+
+        Raises INVALID_REQUEST for messages or arguments that the template refuses, UNSUPPORTED for media that the
+        model does not take.
         """
-        media: list[MediaRef] = []
-        plain = [
-            await _message(message, i, run, put_image, media) for i, message in enumerate(_list(messages))
-        ]
-        kwargs = dict(template_kwargs or {})
-        if refused := sorted(_OWN_KWARGS & kwargs.keys()):
-            raise invalid(f"template arguments {', '.join(refused)} are not the caller's to set")
-        text = self._apply(plain, tools, {"add_generation_prompt": True, **kwargs})
-        token_ids = [int(id) for id in self.tokenizer.encode(text, add_special_tokens=False)]
-        found = token_ids.count(self.image_token) if self.image_token is not None else 0
-        if found != len(media):
-            raise invalid(
-                f"the rendered prompt has {found} picture placeholders for {len(media)} pictures; "
-                "messages must not contain the placeholder as text, and the model's template must take pictures"
-            )
-        return Rendered(token_ids, tuple(media), text)
+        text = self._apply([message.body for message in messages], tools, kwargs)
+        media = [ref for message in messages for ref in message.media]
+        return self._checked(self.encode(text), media, text)
 
-    def _apply(self, messages: list[dict[str, Any]], tools: Any, kwargs: dict[str, Any]) -> str:
+    def extend(
+        self, prefix: Prefix, messages: Sequence[Plain], *, tools: Any = None, kwargs: Mapping[str, Any]
+    ) -> Rendered:
+        """Like `render`, but messages[:prefix.end] are exactly `prefix.token_ids`; only what follows is tokenised."""
+        bodies = [message.body for message in messages]
+        bodies[prefix.end - 1] = {"role": "assistant", "content": _REPLY}
+        _, found, text = self._apply(bodies, tools, kwargs).partition(_REPLY)
+        if not found or _REPLY in text:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED,
+                "the chat template does not show a reply once, as it is; this conversation "
+                "can only be rendered anew",
+                knob="on_history_change: rerender",
+            )
+        last = prefix.token_ids[-1]
+        if last in self.eos | self.special:
+            text = text.removeprefix(self.token_text(last))  # the reply ended itself, as the template would
+        media = [*prefix.media, *(ref for message in messages[prefix.end :] for ref in message.media)]
+        return self._checked([*prefix.token_ids, *self.encode(text)], media, text)
+
+    def unexpanded(self, token_ids: Sequence[int]) -> list[int]:
+        """Expanded ids with one placeholder a media item: a run of one placeholder is one item."""
+        marks = set(self.placeholders.values())
+        previous: list[int | None] = [None, *token_ids[:-1]]
+        return [id for id, before in zip(token_ids, previous, strict=True) if id not in marks or id != before]
+
+    def _apply(self, messages: list[dict[str, Any]], tools: Any, kwargs: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
+        if refused := sorted(_OWN_KWARGS & kwargs.keys()):
+            raise invalid(f"template arguments {', '.join(refused)} are not the caller's to set")
+        kwargs = {"add_generation_prompt": True, **kwargs}
         try:
             return str(
                 self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **kwargs)
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise invalid(f"the chat template refuses the messages: {error}") from error
+
+    def _checked(self, token_ids: list[int], media: Sequence[MediaRef], text: str) -> Rendered:
+        """One placeholder a media item, of its kind, in order: the engine would fail deep inside, or mix them up."""
+        missing = {ref.kind for ref in media} - self.placeholders.keys()
+        if missing:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED, f"the model takes no {', '.join(sorted(missing))}", knob="model.path"
+            )
+        marks = set(self.placeholders.values())
+        found = [id for id in token_ids if id in marks]
+        if found != [self.placeholders[ref.kind] for ref in media]:
+            raise invalid(
+                f"the rendered prompt has {len(found)} media placeholders for {len(media)} media items, or in another "
+                "order; messages must not contain a placeholder as text, and the model's template must take the media"
+            )
+        return Rendered(token_ids, tuple(media), text)
 
 
 class RendererLoader:
@@ -138,59 +182,12 @@ class RendererLoader:
             ) from None
 
 
-async def _message(
-    message: Any, index: int, run: str, put_image: PutImage, media: list[MediaRef]
-) -> dict[str, Any]:
-    """The message as templates take it; appends its media."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise invalid(f"messages[{index}] must be an object with a role")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": content or ""}
-    parts = [
-        await _part(part, f"messages[{index}].content[{k}]", run, put_image, media)
-        for k, part in enumerate(_list(content, f"messages[{index}].content"))
-    ]
-    return {**message, "content": parts}
-
-
-async def _part(
-    part: Any, where: str, run: str, put_image: PutImage, media: list[MediaRef]
-) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if kind == "image_url":
-        source = part.get("image_url")
-        url = source.get("url") if isinstance(source, Mapping) else source
-        media.append(await _picture(url, where, run, put_image))
-        return {"type": "image"}
-    raise invalid(f"{where} of type {kind!r}: allowed are text (with text) and image_url")
-
-
-async def _picture(url: Any, where: str, run: str, put_image: PutImage) -> MediaRef:
-    if not isinstance(url, str):
-        raise invalid(f"{where}.image_url.url must be a string", reason=Reason.INVALID_MEDIA)
-    if known := _DIGEST.fullmatch(url):
-        return MediaRef(MediaKind.IMAGE, Digest(known[1]))
-    if header := _DATA_URL.match(url):
-        try:
-            return await put_image(base64.b64decode(url[header.end() :], validate=True), run)
-        except binascii.Error as error:
-            raise invalid(
-                f"{where}: the data URL is not base64: {error}", reason=Reason.INVALID_MEDIA
-            ) from error
-    raise invalid(
-        f"{where}: {url[:40]!r} is not allowed here; send media://DIGEST or a data:image/...;base64 URL, "
-        "or put the picture into the media service first",
-        reason=Reason.INVALID_MEDIA,
-    )
-
-
-def _list(value: Any, name: str = "messages") -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise invalid(f"{name} must be a list with at least one item")
-    return value
+def _placeholders(config: Mapping[str, Any]) -> dict[MediaKind, int]:
+    found = {
+        kind: next((config[name] for name in names if isinstance(config.get(name), int)), None)
+        for kind, names in _PLACEHOLDERS.items()
+    }
+    return {kind: id for kind, id in found.items() if id is not None}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from omnifleet.client.fleet import WorkerView
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import WorkerState
 
-_SESSIONS = 65_536
 _DIGESTS_PER_WORKER = 16_384
 _RETRY_MS = 250  # advice while a queue is full; a slot frees up about as fast as a short reply ends
 
@@ -33,15 +33,27 @@ class Ask:
     weight: int = 1
 
 
+class Homes(Protocol):
+    """Where sessions live."""
+
+    def home(self, run: str, session: str) -> str:
+        """The worker of a session, "" if it has none."""
+        ...
+
+    def stick(self, run: str, session: str, worker: str) -> None:
+        """From now on the session's worker is `worker`."""
+        ...
+
+
 class Router:
     """Chooses workers and counts what they hold. Bounds: samples a worker (running + queue) and samples a run."""
 
-    def __init__(self, *, queue_per_worker: int, queue_per_run: int) -> None:
+    def __init__(self, *, queue_per_worker: int, queue_per_run: int, homes: Homes) -> None:
+        self._homes = homes
         self._queue_per_worker = queue_per_worker
         self._queue_per_run = queue_per_run
         self._loads: dict[str, Load] = {}
         self._runs: Counter[str] = Counter()
-        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     # ------------------------------------------------------------------ runs
 
@@ -85,10 +97,7 @@ class Router:
         fresh = self._with_room([w for w in workers if w.state is WorkerState.READY])
         chosen = prefer if prefer in {w.id for w in fresh} else self._best(ask, fresh)
         if ask.session:
-            self._sessions[(ask.run, ask.session)] = chosen
-            self._sessions.move_to_end((ask.run, ask.session))
-            while len(self._sessions) > _SESSIONS:
-                self._sessions.popitem(last=False)
+            self._homes.stick(ask.run, ask.session, chosen)
         return chosen
 
     def take(self, worker: str, digests: Iterable[str] = ()) -> None:
@@ -117,7 +126,7 @@ class Router:
 
     def home(self, ask: Ask) -> str:
         """The worker of the session, "" if it has none."""
-        return self._sessions.get((ask.run, ask.session), "") if ask.session else ""
+        return self._homes.home(ask.run, ask.session) if ask.session else ""
 
     def _best(self, ask: Ask, workers: Sequence[WorkerView]) -> str:
         """Within one request of the least load: who saw most of the media, then who has least."""

@@ -45,7 +45,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 
     async def Render(self, request: rollout_pb2.RenderRequest, context: Any) -> rollout_pb2.RenderReply:
         """See the contract."""
-        rendered = await self._gateway.render(request.chat, request.identity.run)
+        rendered = await self._gateway.render(request.chat, request.identity)
         media = [media_to_wire(ref) for ref in rendered.media]
         return rollout_pb2.RenderReply(token_ids=rendered.token_ids, media=media, text=rendered.text)
 
@@ -55,6 +55,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         """See the contract."""
         deadline = self._gateway.deadline(context.time_remaining())
         return await self._gateway.dispatcher.score_tokens(request, deadline)
+
+    async def SetBudget(
+        self, request: rollout_pb2.SetBudgetRequest, context: Any
+    ) -> rollout_pb2.SetBudgetReply:
+        """See the contract."""
+        return rollout_pb2.SetBudgetReply(
+            unused=self._gateway.dispatcher.budget(request.run, request.samples)
+        )
 
     async def Status(self, request: common_pb2.StatusRequest, context: Any) -> common_pb2.ServiceStatus:
         """See the contract."""

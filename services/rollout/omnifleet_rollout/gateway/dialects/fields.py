@@ -1,10 +1,10 @@
-"""The body of /v1/chat/completions: what is honoured, what is refused by name, what is ignored with a warning."""
+"""What every dialect's body may say beside its own words: sampling, identity, versions, provenance; and what is refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,53 +13,51 @@ from omnifleet.errors import invalid
 from omnifleet.types import Identity, Sampling, VersionBound, WeightVersion
 
 _NOTHING: tuple[Any, ...] = (None,)
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    # field -> the values that change nothing; any other value cannot be honoured
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": _NOTHING,
+Refused = Mapping[str, tuple[Any, ...]]
+"""field -> the values that change nothing; any other value cannot be honoured."""
+
+REFUSED: Refused = {
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
     "length_penalty": (None, 1),
     "min_p": (None, 0),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None, 0),
-    "modalities": (None, ["text"]),
-    "audio": _NOTHING,
-    "prediction": _NOTHING,
-    "web_search_options": _NOTHING,
-    "reasoning_effort": _NOTHING,
+    "typical_p": (None, 1),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
     "echo": (None, False),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
+    "suffix": (None, ""),
+    "add_special_tokens": (None, False),
     "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
     "truncate_prompt_tokens": _NOTHING,
-    "store": (None, False),
+    "prompt_logprobs": (None, 0),
+    "structured_outputs": _NOTHING,
+    "guided_json": _NOTHING,
+    "guided_regex": _NOTHING,
+    "guided_choice": _NOTHING,
+    "guided_grammar": _NOTHING,
+    "bad_words": (None, []),
+    "allowed_token_ids": _NOTHING,
+    "mm_processor_kwargs": (None, {}),
+    "media_io_kwargs": (None, {}),
+    "kv_transfer_params": _NOTHING,
 }
-_WITHOUT_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_key",
-        "service_tier",
-        "parallel_tool_calls",
-        "verbosity",
-    }
+WITHOUT_EFFECT = frozenset(
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
 )
-_IDENTITY_HEADERS = {"run": "x-omnifleet-run", "session": "x-omnifleet-session"}
+_HEADERS = {
+    "run": "x-omnifleet-run",
+    "environment": "x-omnifleet-environment",
+    "session": "x-omnifleet-session",
+    "episode": "x-omnifleet-episode",
+}
 
 
 class IdentityBody(BaseModel):
-    """Who a request belongs to; headers x-omnifleet-run and x-omnifleet-session say the same."""
+    """Who a request belongs to; the headers x-omnifleet-run, -environment, -session and -episode say the same."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -82,79 +80,109 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ChatRequest(BaseModel):
-    """Fields that are honoured. None = the recipe's sampling decides."""
+class CommonFields(BaseModel):
+    """Fields that every dialect honours. None = the recipe's sampling decides."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    messages: list[Any]
-    n: int = Field(1, ge=1)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    min_tokens: int = Field(0, ge=0)
+    stream: bool | None = False
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []
-    logprobs: bool | None = False
-    priority: int = 0
-    chat_template_kwargs: dict[str, Any] = {}
+    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
     return_token_ids: bool = False
     return_media: bool = False
+    return_provenance: bool = False
     weight_version: dict[str, Any] | None = None
     identity: IdentityBody = IdentityBody()
+
+    @property
+    def samples(self) -> int:
+        """Replies asked for."""
+        return 1
+
+    @property
+    def limit(self) -> int | None:
+        """Longest reply asked for, tokens."""
+        return None
 
     def sampling(self, defaults: SamplingConfig) -> Sampling:
         """How tokens are drawn: the request's word, else the recipe's."""
         stop = defaults.stop if self.stop is None else self.stop
-        asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return Sampling(
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             top_k=defaults.top_k if self.top_k is None else self.top_k,
-            max_tokens=defaults.max_tokens if asked is None else asked,
-            n=self.n,
+            max_tokens=defaults.max_tokens if self.limit is None else self.limit,
+            n=self.samples,
             seed=None if self.seed is None else self.seed % (1 << 63),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens or 0,
             ignore_eos=self.ignore_eos,
         )
 
 
-def parse(body: bytes) -> tuple[ChatRequest, list[str]]:
+class ChatFields(CommonFields):
+    """Fields of the dialects whose prompt is a conversation.
+
+    required_prefix_token_ids: expanded ids through the last assistant message. on_history_change: what to do when a
+    session's history is not what its exact tokens stand for.
+    """
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    required_prefix_token_ids: list[int] | None = None
+    on_history_change: Literal["refuse", "rerender"] = "refuse"
+
+
+Body = TypeVar("Body", bound=CommonFields)
+
+
+def parse(body: bytes, kind: type[Body], refused: Refused) -> tuple[Body, list[str]]:
     """A body and the names of its unknown fields. Raises INVALID_REQUEST that names every field at fault."""
     try:
-        request = ChatRequest.model_validate(json.loads(body))
+        request = kind.model_validate(json.loads(body))
     except ValidationError as error:
         faults = (f"{'.'.join(str(at) for at in fault['loc'])}: {fault['msg']}" for fault in error.errors())
         raise invalid("; ".join(faults)) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not a JSON object: {error}") from error
-    extra = request.model_extra or {}
-    refused = sorted(
-        name for name, value in extra.items() if name in _REFUSED and value not in _REFUSED[name]
-    )
-    if refused:
-        raise invalid(f"these fields cannot be honoured here: {', '.join(refused)}; leave them out")
-    return request, sorted(extra.keys() - _REFUSED.keys() - _WITHOUT_EFFECT)
+    extra, known = request.model_extra or {}, {**REFUSED, **refused}
+    faulty = sorted(name for name, value in extra.items() if name in known and value not in known[name])
+    if faulty:
+        raise invalid(f"these fields cannot be honoured here: {', '.join(faulty)}; leave them out")
+    return request, sorted(extra.keys() - known.keys() - WITHOUT_EFFECT)
 
 
-def identity_of(request: ChatRequest, headers: Mapping[str, str]) -> Identity:
+def identity_of(request: CommonFields, headers: Mapping[str, str]) -> Identity:
     """The body's identity; a header fills what the body leaves empty."""
     body = request.identity.model_dump()
-    for name, header in _IDENTITY_HEADERS.items():
+    for name, header in _HEADERS.items():
         body[name] = body[name] or headers.get(header, "")
     return Identity(**{**body, "run": body["run"] or "default"})
 
 
-def bound_of(request: ChatRequest, headers: Mapping[str, str], target: WeightVersion | None) -> VersionBound:
+def timeout_of(headers: Mapping[str, str]) -> float | None:
+    """Seconds of the header x-omnifleet-timeout-s. Raises INVALID_REQUEST."""
+    text = headers.get("x-omnifleet-timeout-s", "")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e7:
+        raise invalid(f"x-omnifleet-timeout-s {text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def bound_of(request: CommonFields, headers: Mapping[str, str], target: WeightVersion | None) -> VersionBound:
     """The bound of the body's weight_version {min | exact: VERSION}, or of the header `min=VERSION` / `exact=VERSION`.
 
     VERSION is "run/lineage:number" or a number in the lineage of `target`. Raises INVALID_REQUEST.

@@ -1,0 +1,69 @@
+"""From a dialect's body and headers to one request of the gateway: who asks, under which bound, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from omnifleet.client.rollout import Event, Rendered, event_from_wire
+from omnifleet.errors import Reason, invalid
+from omnifleet.types import Identity, Sampling, VersionBound
+from omnifleet.wire import rollout_pb2
+from omnifleet.wire.codec import bound_to_wire, identity_to_wire, media_to_wire, sampling_to_wire
+from omnifleet_rollout.gateway.dialects.fields import CommonFields, bound_of, identity_of, timeout_of
+from omnifleet_rollout.gateway.gateway import Gateway
+from omnifleet_rollout.gateway.session_key import merged
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request but for its prompt. timeout_s: None = the gateway's own limit."""
+
+    who: Identity
+    sampling: Sampling
+    bound: VersionBound
+    priority: int
+    model: str
+    timeout_s: float | None
+
+
+def ask(gateway: Gateway, http: Request, request: CommonFields) -> Ask:
+    """Read body and headers. Raises NOT_FOUND for another model, INVALID_REQUEST, FORBIDDEN."""
+    names = gateway.models()
+    if request.model is not None and request.model not in names:
+        raise invalid(
+            f"model {request.model!r} is not served; known: {', '.join(names)}", reason=Reason.NOT_FOUND
+        )
+    if http.headers.get("x-omnifleet-provenance") == "full":
+        request.return_provenance = True
+    proven: Identity | None = getattr(http.state, "proven", None)
+    return Ask(
+        who=merged(identity_of(request, http.headers), proven),
+        sampling=request.sampling(gateway.defaults),
+        bound=bound_of(request, http.headers, gateway.fleet.view().target_version),
+        priority=request.priority,
+        model=request.model or names[0],
+        timeout_s=timeout_of(http.headers),
+    )
+
+
+async def events(
+    gateway: Gateway, asked: Ask, request_id: str, prompt: Rendered, *, with_ids: bool
+) -> AsyncGenerator[Event, None]:
+    """Events of all samples. with_ids: the echo carries the expanded prompt."""
+    request = rollout_pb2.GenerateRequest(
+        request_id=request_id,
+        identity=identity_to_wire(asked.who),
+        tokens=rollout_pb2.TokenPrompt(token_ids=prompt.token_ids),
+        media=[media_to_wire(ref) for ref in prompt.media],
+        sampling=sampling_to_wire(asked.sampling),
+        weight_version=bound_to_wire(asked.bound),
+        priority=asked.priority,
+        return_prompt_token_ids=with_ids,
+    )
+    async with aclosing(gateway.generate(request, asked.timeout_s)) as messages:
+        async for message in messages:
+            yield event_from_wire(message)
