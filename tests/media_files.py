@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import av
@@ -32,8 +34,8 @@ def clip(
     muxer: Mapping[str, str] | None = None,
 ) -> bytes:
     """A clip. at: ticks of 1 ms of each frame, for variable rates; else frame i is shown at i / fps."""
-    out = io.BytesIO()
-    with av.open(out, "w", format=container, options=dict(muxer or {})) as sink:
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115 -- some muxers read back what they wrote
+    with file, av.open(file.name, "w", format=container, options=dict(muxer or {})) as sink:
         stream: Any = sink.add_stream(
             codec, rate=Fraction(fps).limit_denominator(1001), options=dict(options or {})
         )
@@ -51,7 +53,8 @@ def clip(
                 picture.pts, picture.time_base = at[i], Fraction(1, 1000)
             sink.mux(stream.encode(picture))
         sink.mux(stream.encode())
-    return out.getvalue()
+        sink.close()
+        return Path(file.name).read_bytes()
 
 
 def h264(frames: Iterable[Pixels], fps: float = 10, **settings: Any) -> bytes:

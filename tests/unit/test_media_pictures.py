@@ -85,7 +85,7 @@ def test_img_04_alpha_is_over_white() -> None:
 def test_hsh_05_background_is_chosen_by_contract() -> None:
     clear = encoded(Image.new("RGBA", (1, 1), (0, 0, 0, 0)))
     assert decoded(clear).tolist() == [[[255, 255, 255]]]
-    assert decoded(clear, background=BLACK).tolist() == [[[0, 0, 0]]]
+    assert decoded(clear, background="000000").tolist() == [[[0, 0, 0]]]
 
 
 def test_img_06_sixteen_bit_grey_is_scaled() -> None:

@@ -1,76 +1,82 @@
-"""Clips to canonical frames with TorchCodec. Runs in a decoder process (role "clips")."""
+"""Clips to canonical frames with TorchCodec."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from torchcodec.decoders import VideoDecoder
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_media.decode.sampling import frame_indices
+from omnifleet_media.decode.sampling import frame_indices, prompt_clock
+from omnifleet_media.decode.sequential import read_in_order
 from omnifleet_media.sandbox.frames import Header
 
-_missing = ""
+Pixels = npt.NDArray[np.uint8]
+log = logging.getLogger("omnifleet.media")
+
+_SLACK = 1.5  # frames that a container's length may be longer than its pictures
+_UNREADABLE = (RuntimeError, IndexError, ValueError)
 
 
-def prepare() -> Header:
-    """Import torch and TorchCodec; where they are missing, every clip is refused in so many words."""
-    global _missing
-    try:
-        import torch
-        import torchcodec
-    except (ImportError, RuntimeError, OSError) as error:  # TorchCodec without FFmpeg raises either
-        _missing = str(error).splitlines()[0]
-        return {}
-    torch.set_num_threads(1)
-    return {"torchcodec": torchcodec.__version__}
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Frames (F, H, W, 3) and the second at which each is shown, counted from the first frame of the clip."""
+
+    frames: Pixels
+    seconds: list[float]
 
 
-def work(header: Header, body: bytearray) -> tuple[Header, Sequence[memoryview]]:
-    """header: sampling, num_frames, fps, temporal_patch, limits pixels and frames. Answers frames, shape, timestamps_s."""
-    if _missing:
-        raise OmnifleetError(
-            Reason.UNSUPPORTED,
-            f"clips need TorchCodec: {_missing}",
-            knob="pip install 'omnifleet-media[video]'",
-        )
-    data = bytes(body)
-    decoder = _open(data)
+def decode_clip(header: Header, data: bytes) -> tuple[Header, Sequence[memoryview]]:
+    """header: sampling, num_frames, fps, temporal_patch, indices, threads; limits pixels, frames and bytes.
+
+    Answers frames, shape, timestamps_s and facts. A clip that ends before its container says is sampled anew over the
+    frames that can be decoded, and the fact `truncated` says so.
+    """
+    decoder = _open(data, header["threads"])
     total, fps = _checked(decoder.metadata, header)
+    short = _promises_more(decoder.metadata, total, fps)
+    indices = _indices(header, total, fps)
     try:
-        batch = decoder.get_frames_at(indices=_indices(header, total, fps))
-    except (RuntimeError, IndexError):
-        total = _decodable(data, total)  # the container promises more frames than there are
+        taken = _take(decoder, data, indices)
+    except _UNREADABLE:
+        total, short = _decodable(data, total, header["threads"]), True
+        log.warning("the clip ends early: %d frames can be decoded", total)
         if total == 0:
             raise OmnifleetError(Reason.INVALID_MEDIA, "no frame of the clip can be decoded") from None
-        batch = _open(data).get_frames_at(indices=_indices(header, total, fps))
-    frames = np.ascontiguousarray(batch.data.numpy())
-    start = float(decoder.metadata.begin_stream_seconds or 0.0)
+        indices = _indices(header, total, fps)
+        taken = _take_what_is_there(data, indices, header["threads"])
+    by_prompt = header["sampling"].startswith("nemotron_vl")
+    facts = {"total_frames": str(total), "fps": f"{fps:.9g}", "indices": ",".join(map(str, indices))}
     answer = {
-        "frames": int(frames.shape[0]),
-        "shape": list(frames.shape[1:]),
-        "timestamps_s": [round(float(pts) - start, 6) for pts in batch.pts_seconds],
-        "facts": {"total_frames": str(total), "fps": f"{fps:g}"},
+        "frames": len(indices),
+        "shape": list(taken.frames.shape[1:]),
+        "timestamps_s": prompt_clock(indices, fps) if by_prompt else taken.seconds,
+        "facts": facts | ({"truncated": "true"} if short else {}),
     }
-    return answer, [frames.data.cast("B")]
+    return answer, [taken.frames.data.cast("B")]
 
 
-def _open(data: bytes) -> Any:
-    from torchcodec.decoders import VideoDecoder
-
+def _open(data: bytes, threads: int) -> VideoDecoder:
     try:
         return VideoDecoder(
-            data, dimension_order="NHWC", device="cpu", seek_mode="exact", num_ffmpeg_threads=0
+            data, dimension_order="NHWC", device="cpu", seek_mode="exact", num_ffmpeg_threads=threads
         )
-    except (RuntimeError, ValueError) as error:
-        raise OmnifleetError(
-            Reason.INVALID_MEDIA, f"the clip has no video stream that can be read: {error}"
-        ) from error
+    except ValueError as error:
+        raise OmnifleetError(Reason.INVALID_MEDIA, "no_video_stream: the file has no video stream") from error
+    except RuntimeError as error:
+        raise OmnifleetError(Reason.INVALID_MEDIA, f"the clip cannot be read: {_cause(error)}") from error
 
 
 def _checked(metadata: Any, header: Header) -> tuple[int, float]:
+    """(frames, frames a second). Raises OmnifleetError: INVALID_MEDIA, LIMIT_EXCEEDED."""
     total, fps = metadata.num_frames, metadata.average_fps
+    if total == 1 and not fps:
+        fps = 1.0  # one picture has no rate
     if not total or not fps:
         raise OmnifleetError(Reason.INVALID_MEDIA, "the clip has no frames or no frame rate")
     if metadata.width * metadata.height > header["pixels"]:
@@ -79,12 +85,28 @@ def _checked(metadata: Any, header: Header) -> tuple[int, float]:
             f"frames are {metadata.width} x {metadata.height}, at most {header['pixels']} pixels are allowed",
             knob="media.limits.pixels",
         )
+    header["frame_bytes"] = metadata.width * metadata.height * 3
     return int(total), float(fps)
 
 
+def _promises_more(metadata: Any, total: int, fps: float) -> bool:
+    """True if the container says that the stream is longer than its packets (an edit list shortens both alike)."""
+    promised, seconds = metadata.num_frames_from_header, metadata.duration_seconds_from_header
+    if not promised or not seconds:
+        return False
+    return bool(promised > total and seconds * fps > total + _SLACK)
+
+
 def _indices(header: Header, total: int, fps: float) -> list[int]:
+    """The frames to take, checked before anything is allocated for them."""
     indices = frame_indices(
-        header["sampling"], total, fps, header["num_frames"], header["fps"], header["temporal_patch"]
+        header["sampling"],
+        total,
+        fps,
+        header["num_frames"],
+        header["fps"],
+        header["temporal_patch"],
+        header["indices"],
     )
     if len(indices) > header["frames"]:
         raise OmnifleetError(
@@ -92,18 +114,55 @@ def _indices(header: Header, total: int, fps: float) -> list[int]:
             f"{len(indices)} frames are asked for, at most {header['frames']} are allowed",
             knob="media.limits.frames",
         )
+    if len(indices) * header["frame_bytes"] > header["bytes"]:
+        raise OmnifleetError(
+            Reason.LIMIT_EXCEEDED,
+            f"{len(indices)} frames have {len(indices) * header['frame_bytes']} bytes, "
+            f"at most {header['bytes']} are allowed",
+            knob="media.limits.decode_memory_bytes",
+        )
     return indices
 
 
-def _decodable(data: bytes, total: int) -> int:
+def _take(decoder: VideoDecoder, data: bytes, indices: list[int]) -> Taken:
+    """The frames, from TorchCodec or, where it would seek past them, in order from the start."""
+    begin = float(decoder.metadata.begin_stream_seconds or 0.0)
+    # A stream whose first key frame is cut off by an edit list can't be seeked into: TorchCodec then answers a later
+    # frame under an earlier index. The time of frame 0 tells.
+    probe = [] if 0 in indices else [0]
+    batch = decoder.get_frames_at(indices=[*indices, *probe])
+    seconds = [round(float(pts) - begin, 6) for pts in batch.pts_seconds]
+    first = seconds[indices.index(0)] if not probe else seconds[-1]
+    if first > 0:
+        frames, times = read_in_order(data, indices)
+        return Taken(frames, times)
+    frames = batch.data.numpy()[: len(indices)]
+    return Taken(np.ascontiguousarray(frames), seconds[: len(indices)])
+
+
+def _take_what_is_there(data: bytes, indices: list[int], threads: int) -> Taken:
+    """As `_take` with a fresh decoder, then frame by frame: a failed batch spoils its decoder."""
+    try:
+        return _take(_open(data, threads), data, indices)
+    except _UNREADABLE:
+        single = [_take(_open(data, threads), data, [i]) for i in indices]
+        return Taken(np.concatenate([s.frames for s in single]), [s.seconds[0] for s in single])
+
+
+def _decodable(data: bytes, total: int, threads: int) -> int:
     """Frames up to the last that decodes, by halving; each probe with a fresh decoder, since a failed one is spoilt."""
     low, high = 0, total
     while low < high:
         middle = (low + high) // 2
         try:
-            _open(data).get_frames_at(indices=[middle])
-        except (RuntimeError, IndexError):
+            _open(data, threads).get_frames_at(indices=[middle])
+        except _UNREADABLE:
             high = middle
         else:
             low = middle + 1
     return low
+
+
+def _cause(error: Exception) -> str:
+    """TorchCodec's own words, without its source file and line."""
+    return str(error).splitlines()[0].rsplit(".cpp:", 1)[-1].partition(", ")[2] or str(error).splitlines()[0]

@@ -29,7 +29,8 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
-_WHITE = (255, 255, 255)
+BUNDLE = "frames"
+"""The codec of a bundle of lossless frames (`omnifleet_media.ingest.frame_manifest`)."""
 
 
 def prepare() -> Header:
@@ -40,35 +41,52 @@ def prepare() -> Header:
 
 
 def work(header: Header, body: bytearray) -> tuple[Header, Sequence[memoryview]]:
-    """header: codec, pixels (limit), background RRGGBB. Answers shape [H, W, 3] and the pixels."""
-    background = bytes.fromhex(header["background"])
-    pixels = decode_picture(
-        body, header["codec"], header["pixels"], (background[0], background[1], background[2])
-    )
+    """header: codec, pixels (limit), background RRGGBB. Answers shape [H, W, 3] and the pixels.
+
+    With a `sampling`, the picture is a clip: an animation or a bundle of lossless frames.
+    """
+    if "sampling" in header:
+        from omnifleet_media.decode.animation import decode_animation
+        from omnifleet_media.decode.bundle import decode_bundle
+
+        decode = decode_bundle if header["codec"] == BUNDLE else decode_animation
+        return decode(header, bytes(body))
+    pixels = decode_picture(body, header["codec"], header["pixels"], header["background"])
     return {"shape": list(pixels.shape)}, [pixels.data.cast("B")]
 
 
 def decode_picture(
-    data: bytes | bytearray, codec: str, limit: int, background: tuple[int, int, int] = _WHITE
+    data: bytes | bytearray | memoryview, codec: str, limit: int, background: str = "ffffff"
 ) -> Pixels:
     """Frame 0 as uint8 RGB (H, W, 3), C-contiguous, as a viewer shows it.
 
     codec: Pillow's format name, from sniffing. limit: largest width x height, checked on the header alone.
-    Raises OmnifleetError: LIMIT_EXCEEDED, INVALID_MEDIA; and what Pillow raises on damaged files.
+    background: RRGGBB. Raises OmnifleetError: LIMIT_EXCEEDED, INVALID_MEDIA; and what Pillow raises on damaged files.
     """
+    with open_picture(io.BytesIO(data), codec, limit) as picture:
+        picture.load()
+        return canonical(picture, background)
+
+
+def open_picture(file: io.BytesIO, codec: str, limit: int) -> Image.Image:
+    """A picture whose header is read and whose size is within the limit; no pixel is decoded yet."""
     try:
-        picture = Image.open(io.BytesIO(data), formats=[codec])
+        picture = Image.open(file, formats=[codec])
     except UnidentifiedImageError:
         raise OmnifleetError(Reason.INVALID_MEDIA, f"the bytes are not a whole {codec} header") from None
-    with picture:
-        if picture.width * picture.height > limit:
-            raise OmnifleetError(
-                Reason.LIMIT_EXCEEDED,
-                f"the picture is {picture.width} x {picture.height}, at most {limit} pixels are allowed",
-                knob="media.limits.pixels",
-            )
-        picture.load()
-        return np.ascontiguousarray(_opaque(_turned(picture), background))
+    if picture.width * picture.height > limit:
+        raise OmnifleetError(
+            Reason.LIMIT_EXCEEDED,
+            f"the picture is {picture.width} x {picture.height}, at most {limit} pixels are allowed",
+            knob="media.limits.pixels",
+        )
+    return picture
+
+
+def canonical(picture: Image.Image, background: str) -> Pixels:
+    """The pixels of a loaded picture: oriented, over the background RRGGBB, uint8 RGB (H, W, 3), C-contiguous."""
+    red, green, blue = bytes.fromhex(background)
+    return np.ascontiguousarray(_opaque(_turned(picture), (red, green, blue)))
 
 
 def _turned(picture: Image.Image) -> Image.Image:

@@ -24,7 +24,7 @@ from omnifleet_media.sandbox.frames import Header, receive, send
 
 ROLES = {
     "pictures": "omnifleet_media.decode.picture",
-    "clips": "omnifleet_media.decode.clip",
+    "clips": "omnifleet_media.decode.stream",
     "segments": "omnifleet_media.segment.work",
 }
 # What libraries raise on damaged or hostile input; each ends one request, not the process.
