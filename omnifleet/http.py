@@ -17,9 +17,12 @@ from omnifleet.telemetry.counters import Counters
 from omnifleet.wire.errors import HTTP_STATUS
 
 
-def make_app(title: str, counters: Counters, ready: Callable[[], bool]) -> FastAPI:
-    """A FastAPI app with /healthz (process lives), /readyz (can serve), /metrics, and OmnifleetError as JSON."""
-    app = FastAPI(title=title, version=omnifleet.__version__)
+def make_app(title: str, counters: Counters, ready: Callable[[], bool], *, docs: bool = True) -> FastAPI:
+    """A FastAPI app with /healthz (process lives), /readyz (can serve), /metrics, and OmnifleetError as JSON.
+
+    docs: serve FastAPI's own pages about the routes, which load scripts from elsewhere and ask for no token.
+    """
+    app = FastAPI(title=title, version=omnifleet.__version__, openapi_url="/openapi.json" if docs else None)
 
     @app.get("/healthz")
     async def health() -> dict[str, str]:

@@ -17,6 +17,8 @@ class MediaLimits(StrictModel):
 
     source_bytes: int = Field(64 << 20, gt=0)
     """Largest upload, bytes."""
+    uploads_bytes: int = Field(1 << 30, gt=0)
+    """Bytes of all uploads in memory at once; more are refused with retry advice."""
     pixels: int = Field(178_956_970, gt=0)
     """Largest width x height of one picture or frame."""
     frames: int = Field(2048, gt=0)

@@ -27,6 +27,10 @@ class Counters(Collector):
         """Register a gauge."""
         self._gauges[name] = read
 
+    def expose(self, collector: Collector) -> None:
+        """Show another collector's families in the same exposition."""
+        self._registry.register(collector)
+
     def count(self, name: str) -> float:
         """Value of a counter, 0 if it never grew."""
         return self._counts.get(name, 0.0)

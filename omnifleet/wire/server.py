@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -130,12 +130,14 @@ async def serving(
     tokens: Tokens,
     knob: str,
     grace_s: float = 5.0,
+    interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
 ) -> AsyncIterator[str]:
     """Run a gRPC server on `listen` ("host:port", port 0 = any); yields the bound "host:port".
 
+    interceptors: of the service itself, inside authentication and typed errors.
     `knob` names the setting of `listen` for the error. Raises OmnifleetError(PORT_TAKEN).
     """
-    server = grpc.aio.server(interceptors=[_Border(tokens)], options=OPTIONS)
+    server = grpc.aio.server(interceptors=[_Border(tokens), *interceptors], options=OPTIONS)
     register(server)
     host = listen.rpartition(":")[0]
     try:

@@ -15,8 +15,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class SharedFolder:
     """Where the service's shared content is, once an answer has told: later content is found without a call.
 
-    A folder counts only if it belongs to this user and nobody else can write to it. A new service makes a new folder;
-    the old one is empty then, and the next answer tells the new one.
+    A folder counts only if nobody but its owner can write to it. A new service makes a new folder; the old one is
+    empty then, and the next answer tells the new one.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class SharedFolder:
     def learn(self, path: str) -> None:
         """Take the folder from the path of one file in it."""
         folder = str(Path(path).parents[1])
-        if folder != self._folder and _is_private(folder):
+        if folder != self._folder and _is_guarded(folder):
             self._folder = folder
 
     def open(self, kind: str, digest: str, size: int) -> memoryview | None:
@@ -50,10 +50,10 @@ def map_file(path: str, size: int) -> memoryview | None:
         os.close(fd)
 
 
-def _is_private(folder: str) -> bool:
+def _is_guarded(folder: str) -> bool:
     try:
         facts = os.lstat(folder)
     except OSError:
         return False
     writers = stat.S_IWGRP | stat.S_IWOTH
-    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & writers
+    return stat.S_ISDIR(facts.st_mode) and not facts.st_mode & writers

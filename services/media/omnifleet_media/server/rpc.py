@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -27,9 +28,9 @@ from omnifleet_media.address.contract import DecodeContract, clip, still
 from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index.port import Kind, SegmentRecord
 from omnifleet_media.ingest.sniff import SourceType
-from omnifleet_media.ingest.source import Intake
 from omnifleet_media.server.blobs import find_blob, frame_blob, manifest_blob, record_blob
-from omnifleet_media.server.library import Library, Stored
+from omnifleet_media.server.door import Door, PutOptions
+from omnifleet_media.server.library import Stored
 from omnifleet_media.server.retention import now_ms
 
 _KINDS = {
@@ -44,8 +45,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class MediaRpc(MediaServicer):
     """One method a call; errors are the library's own."""
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
+    def __init__(self, door: Door) -> None:
+        self._door, self._library = door, door.library
         self._started = time.monotonic()
         self.state = "starting"
 
@@ -55,37 +56,37 @@ class MediaRpc(MediaServicer):
         return handshake(request, "media")
 
     async def Put(self, requests: AsyncIterator[media_pb2.PutRequest], context: Any) -> media_pb2.PutReply:
-        intake = Intake(self._library.config.limits)
-        header: media_pb2.PutHeader | None = None
-        async for request in requests:
-            match request.WhichOneof("part"):
-                case "header" if header is None:
-                    header = request.header
-                case "chunk" if header is not None and request.chunk.offset == intake.received:
-                    intake.add(request.chunk.data)
-                    self._library.counters.add("bytes_received", len(request.chunk.data))
-                case part:
-                    raise invalid(
-                        f"put takes one header, then chunks in order; got {part} at byte {intake.received}"
-                    )
-        if header is None:
+        arriving = aiter(requests)
+        first = await anext(arriving, media_pb2.PutRequest())
+        if first.WhichOneof("part") != "header":
             raise invalid("put takes a header first")
-        source = intake.finish()
-        durable = header.durability == media_pb2.DURABILITY_DURABLE
-        contract = contract_of(header.contract, header.kind, source.type)
-        if not header.lease_owner:
-            return put_reply(await self._library.put(source, contract, durable=durable), header.durability)
-        stored, lease = await self._library.put_leased(
-            source, contract, header.run, header.lease_owner, header.lease_ttl_ms, durable=durable
-        )
+        header = first.header
+        with self._door.upload(header.bytes) as upload:
+            async for request in arriving:
+                if (
+                    request.WhichOneof("part") != "chunk"
+                    or request.chunk.offset != upload.received
+                    or header.url
+                ):
+                    raise invalid(
+                        "put takes one header, then chunks in order, and none after a header with a url; got "
+                        f"{request.WhichOneof('part')} at byte {upload.received}"
+                    )
+                upload.add(request.chunk.data)
+                self._library.counters.add("bytes_received", len(request.chunk.data))
+            source = await self._door.finish(upload, header.url)
+            contract = contract_of(header.contract, header.kind, source.type)
+            stored, lease = await self._door.put("media_put", source, contract, _options(header))
         reply = put_reply(stored, header.durability)
-        reply.lease.CopyFrom(lease_to_wire(lease))
+        if lease is not None:
+            reply.lease.CopyFrom(lease_to_wire(lease))
         return reply
 
     async def Decode(self, request: media_pb2.DecodeRequest, context: Any) -> media_pb2.PutReply:
         stored = await self._library.decode(
             checked(request.source_digest), lambda kind: contract_of(request.contract, request.kind, kind)
         )
+        self._door.stored("media_decode", stored)
         return put_reply(stored, media_pb2.DURABILITY_MEMORY)
 
     async def Get(self, request: media_pb2.GetRequest, context: Any) -> AsyncIterator[media_pb2.GetReply]:
@@ -101,17 +102,20 @@ class MediaRpc(MediaServicer):
             header.dtype = "uint8"
         if request.same_host and not request.offset and not request.length:
             header.shm_path = await self._library.map_path(blob)
-        data = await asyncio.to_thread(self._library.store.open, blob) if not header.shm_path else None
-        if data is None:
-            header.bytes = await asyncio.to_thread(
-                lambda: self._library.store.disk.path(*blob.key).stat().st_size
-            )
-            yield media_pb2.GetReply(header=header)
-            return
+        if header.shm_path:
+            size = await asyncio.to_thread(_size_of, header.shm_path)
+            if size is not None:
+                header.bytes = size
+                self._door.read("media_get", size, mapped=True)
+                yield media_pb2.GetReply(header=header)
+                return
+            header.shm_path = ""  # left the tier since: stream it
+        data = await asyncio.to_thread(self._library.store.open, blob)
         if request.offset > len(data):
             raise invalid(f"offset {request.offset} is beyond the {len(data)} bytes of {kind} {digest}")
         end = min(request.offset + request.length, len(data)) if request.length else len(data)
         header.bytes = end - request.offset
+        self._door.read("media_get", header.bytes, mapped=False)
         yield media_pb2.GetReply(header=header)
         for offset in range(request.offset, end, CHUNK_BYTES):
             piece = bytes(data[offset : min(offset + CHUNK_BYTES, end)])
@@ -159,6 +163,7 @@ class MediaRpc(MediaServicer):
             media_from_wire(request.ref), spec.class_name, spec.config_json, spec.fingerprint
         )
         path = await self._library.map_path(record_blob(record)) if request.same_host else ""
+        self._door.segment("media_segment", record, made=made)
         return segment_reply(record, made, path, await self._library.moments_s(record))
 
     async def Collect(self, request: media_pb2.CollectRequest, context: Any) -> media_pb2.CollectReply:
@@ -173,7 +178,11 @@ class MediaRpc(MediaServicer):
 
     async def Status(self, request: common_pb2.StatusRequest, context: Any) -> common_pb2.ServiceStatus:
         config, store = self._library.config, self._library.store
-        counters = {**self._library.counters.snapshot(), "objects": await self._library.index.count_objects()}
+        counters = {
+            **self._library.counters.snapshot(),
+            **self._door.payload.snapshot(),
+            "objects": await self._library.index.count_objects(),
+        }
         return common_pb2.ServiceStatus(
             service="media",
             version=omnifleet.__version__,
@@ -187,6 +196,18 @@ class MediaRpc(MediaServicer):
                 "shared_memory": f"{store.shared.used} of {config.shared_memory_bytes} bytes",
             },
         )
+
+
+def _options(header: media_pb2.PutHeader) -> PutOptions:
+    durable = header.durability == media_pb2.DURABILITY_DURABLE
+    return PutOptions(header.run, durable, header.lease_owner, header.lease_ttl_ms)
+
+
+def _size_of(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
 
 
 def checked(digest: str) -> Digest:

@@ -14,12 +14,16 @@ from omnifleet.config.services import MediaConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import http_serving
 from omnifleet.telemetry.counters import Counters
+from omnifleet.telemetry.payload import PayloadMeter
+from omnifleet.wire.counting import CountMessages
 from omnifleet.wire.media_pb2_grpc import add_MediaServicer_to_server
 from omnifleet.wire.server import serving
 from omnifleet_media.decode.request import Decoder
 from omnifleet_media.index.port import Index
 from omnifleet_media.index.sqlite import SqliteIndex
 from omnifleet_media.sandbox.pool import ProcessPool
+from omnifleet_media.server.door import Door, add_rates
+from omnifleet_media.server.fetch import Fetcher
 from omnifleet_media.server.library import Library
 from omnifleet_media.server.retention import Retention
 from omnifleet_media.server.rpc import MediaRpc
@@ -37,6 +41,9 @@ _COUNTERS = (
     "decodes",
     "alias_hits",
     "bytes_received",
+    "bytes_fetched",
+    "reads",
+    "segment_hits",
     "segments_computed",
     "segments_served",
     "shm_maps",
@@ -84,11 +91,15 @@ async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> As
         )
         stack.push_async_callback(library.close)
         _add_gauges(library)
-        rpc = MediaRpc(library)
+        payload = PayloadMeter("media")
+        counters.expose(payload)
+        door = Door(library, Fetcher(config.sources, config.limits), payload)
+        add_rates(library, payload)
+        rpc = MediaRpc(door)
         for work in (library.warm(), retention.keep_notes()):
             task = asyncio.create_task(work)
             stack.push_async_callback(_stop, task)
-        app = media_app(library, tokens, lambda: rpc.state == "serving")
+        app = media_app(door, tokens, lambda: rpc.state == "serving")
         http = await stack.enter_async_context(
             http_serving(app, config.http_listen, knob="media.http_listen")
         )
@@ -98,6 +109,7 @@ async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> As
                 lambda server: add_MediaServicer_to_server(rpc, server),  # type: ignore[no-untyped-call]
                 tokens=tokens,
                 knob="media.listen",
+                interceptors=(CountMessages(payload),),
             )
         )
         rpc.state = "serving"
