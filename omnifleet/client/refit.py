@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import grpc.aio
 
@@ -21,15 +22,71 @@ _GRACE_S = 2.0
 """What a call is given beyond the deadline that the worker is told, so that its own error arrives."""
 
 
+class Source(Protocol):
+    """Where a worker fetches the buckets of a stage."""
+
+    def enter(self, request: refit_pb2.StageRequest) -> None:
+        """Put it into a request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A transfer file of `size` bytes in the shared memory of the worker's host."""
+
+    path: Path
+    size: int
+
+    def enter(self, request: refit_pb2.StageRequest) -> None:
+        """See `Source`."""
+        request.shm.CopyFrom(refit_pb2.ShmTransport(path=str(self.path), bytes=self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A place in a process group that meets at host:port under `name`. rank: of the worker's first rank."""
+
+    host: str
+    port: int
+    name: str
+    rank: int
+    size: int
+
+    def enter(self, request: refit_pb2.StageRequest) -> None:
+        """See `Source`."""
+        request.nccl.CopyFrom(
+            refit_pb2.NcclTransport(
+                master_address=self.host,
+                master_port=self.port,
+                unique_id=self.name.encode(),
+                rank_offset=self.rank,
+                world_size=self.size,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Buckets on the worker's own GPU: GPU uuid -> JSON of their handles."""
+
+    handles: Mapping[str, str]
+
+    def enter(self, request: refit_pb2.StageRequest) -> None:
+        """See `Source`."""
+        for gpu, fields in self.handles.items():
+            request.cuda_ipc.handles[gpu] = fields.encode()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What a worker says of its engine. tensors: table of what it loads; version: what it serves."""
+    """What a worker says of its engine. tensors: table of what it loads; version: what it serves; ranks: of its engine."""
 
     tensors: tuple[refit_pb2.TensorSpec, ...]
     transports: tuple[str, ...]
     shadow: bool
     version: WeightVersion
     engine: str
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +122,16 @@ class RefitClient:
             reply.shadow,
             version_from_wire(reply.version),
             reply.engine,
+            reply.ranks or 1,
         )
 
-    async def stage(self, manifest: refit_pb2.Manifest, path: Path, size: int, *, deadline_s: float) -> str:
-        """Have the worker copy and verify a transfer file of `size` bytes; returns the manifest's digest as it sees it.
+    async def stage(self, manifest: refit_pb2.Manifest, source: Source, *, deadline_s: float) -> str:
+        """Have the worker fetch and verify the buckets; returns the manifest's digest as it sees it.
 
-        The old version serves on. Raises REFIT_REJECTED, CONFLICT (another step runs), DEADLINE.
+        The old version serves on. Raises REFIT_REJECTED, CONFLICT (another step runs), DEADLINE, UNAVAILABLE.
         """
-        request = refit_pb2.StageRequest(
-            manifest=manifest,
-            shm=refit_pb2.ShmTransport(path=str(path), bytes=size),
-            deadline_ms=int(deadline_s * 1000),
-        )
+        request = refit_pb2.StageRequest(manifest=manifest, deadline_ms=int(deadline_s * 1000))
+        source.enter(request)
         with remote_errors():
             reply = await self._stub.Stage(request, timeout=deadline_s + _GRACE_S)
         return str(reply.manifest_digest)

@@ -20,6 +20,9 @@ from omnifleet.wire import refit_pb2
 ALIGN_BYTES = 64
 """Offsets of tensors and sizes of buckets are multiples of this."""
 CHECKSUM_ALGORITHM = "blake3"
+"""Of bucket checksums and tensor digests in transfer files. Buckets on devices carry `omnifleet.wire.fold.ALGORITHM`."""
+UNVERIFIED = "none"
+"""For measuring what verification costs; workers refuse it unless they are told otherwise at their start."""
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -88,6 +91,11 @@ def table_digest(tensors: Iterable[refit_pb2.TensorSpec]) -> Digest:
 def bucket_checksum(data: bytes | memoryview) -> str:
     """Plain BLAKE3-256 of one bucket's bytes, padding included, as 64 hex characters."""
     return blake3(data, max_threads=blake3.AUTO).hexdigest()
+
+
+def combined_checksum(digests: Iterable[str]) -> str:
+    """Checksum of a bucket on a device: BLAKE3-256 of its tensors' fold digests (hex), in order of offset."""
+    return blake3(b"".join(bytes.fromhex(digest) for digest in digests)).hexdigest()
 
 
 def bucket_starts(bucket_bytes: Iterable[int]) -> list[int]:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from omnifleet.wire import common_pb2 as omnifleet_dot_v1alpha_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1domnifleet/v1alpha/refit.proto\x12\x11omnifleet.v1alpha\x1a\x1eomnifleet/v1alpha/common.proto\"\x88\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x07 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\"8\n\x06\x42ucket\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\"\x80\x02\n\x08Manifest\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x30\n\x06parent\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12.\n\x07tensors\x18\x03 \x03(\x0b\x32\x1d.omnifleet.v1alpha.TensorSpec\x12*\n\x07\x62uckets\x18\x04 \x03(\x0b\x32\x19.omnifleet.v1alpha.Bucket\x12\x1a\n\x12\x63hecksum_algorithm\x18\x05 \x01(\t\x12\x17\n\x0f\x65ncoder_changed\x18\x06 \x01(\x08\"+\n\x0cShmTransport\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"x\n\rNcclTransport\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x13\n\x0bmaster_port\x18\x02 \x01(\r\x12\x11\n\tunique_id\x18\x03 \x01(\x0c\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x13\n\x0brank_offset\x18\x05 \x01(\r\"\x85\x01\n\x10\x43udaIpcTransport\x12\x41\n\x07handles\x18\x01 \x03(\x0b\x32\x30.omnifleet.v1alpha.CudaIpcTransport.HandlesEntry\x1a.\n\x0cHandlesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x11\n\x0f\x44\x65scribeRequest\"\xa6\x01\n\rDescribeReply\x12.\n\x07tensors\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.TensorSpec\x12\x12\n\ntransports\x18\x02 \x03(\t\x12\x0e\n\x06shadow\x18\x03 \x01(\x08\x12\x31\n\x07version\x18\x04 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\"\xfa\x01\n\x0cStageRequest\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Manifest\x12.\n\x03shm\x18\x02 \x01(\x0b\x32\x1f.omnifleet.v1alpha.ShmTransportH\x00\x12\x30\n\x04nccl\x18\x03 \x01(\x0b\x32 .omnifleet.v1alpha.NcclTransportH\x00\x12\x37\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32#.omnifleet.v1alpha.CudaIpcTransportH\x00\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\rB\x0b\n\ttransport\"E\n\nStageReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\t\"m\n\rCommitRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12.\n\tin_flight\x18\x02 \x01(\x0e\x32\x1b.omnifleet.v1alpha.InFlight\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"\x81\x01\n\x0b\x43ommitReply\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x14\n\x0cgate_seconds\x18\x02 \x01(\x01\x12\x11\n\tin_flight\x18\x03 \x01(\r\x12\x16\n\x0etensors_loaded\x18\x04 \x01(\r\"7\n\x0c\x41\x62ortRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"?\n\nAbortReply\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion*O\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x08\n\x04KEEP\x10\x01\x12\r\n\tRECOMPUTE\x10\x02\x12\x0f\n\x0b\x44RAIN_FIRST\x10\x03\x32\x8c\x03\n\x05Refit\x12S\n\tHandshake\x12#.omnifleet.v1alpha.HandshakeRequest\x1a!.omnifleet.v1alpha.HandshakeReply\x12P\n\x08\x44\x65scribe\x12\".omnifleet.v1alpha.DescribeRequest\x1a .omnifleet.v1alpha.DescribeReply\x12G\n\x05Stage\x12\x1f.omnifleet.v1alpha.StageRequest\x1a\x1d.omnifleet.v1alpha.StageReply\x12J\n\x06\x43ommit\x12 .omnifleet.v1alpha.CommitRequest\x1a\x1e.omnifleet.v1alpha.CommitReply\x12G\n\x05\x41\x62ort\x12\x1f.omnifleet.v1alpha.AbortRequest\x1a\x1d.omnifleet.v1alpha.AbortReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1domnifleet/v1alpha/refit.proto\x12\x11omnifleet.v1alpha\x1a\x1eomnifleet/v1alpha/common.proto\"\x88\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x07 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\"8\n\x06\x42ucket\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\"\x80\x02\n\x08Manifest\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x30\n\x06parent\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12.\n\x07tensors\x18\x03 \x03(\x0b\x32\x1d.omnifleet.v1alpha.TensorSpec\x12*\n\x07\x62uckets\x18\x04 \x03(\x0b\x32\x19.omnifleet.v1alpha.Bucket\x12\x1a\n\x12\x63hecksum_algorithm\x18\x05 \x01(\t\x12\x17\n\x0f\x65ncoder_changed\x18\x06 \x01(\x08\"+\n\x0cShmTransport\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"x\n\rNcclTransport\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x13\n\x0bmaster_port\x18\x02 \x01(\r\x12\x11\n\tunique_id\x18\x03 \x01(\x0c\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x13\n\x0brank_offset\x18\x05 \x01(\r\"\x85\x01\n\x10\x43udaIpcTransport\x12\x41\n\x07handles\x18\x01 \x03(\x0b\x32\x30.omnifleet.v1alpha.CudaIpcTransport.HandlesEntry\x1a.\n\x0cHandlesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x11\n\x0f\x44\x65scribeRequest\"\xb5\x01\n\rDescribeReply\x12.\n\x07tensors\x18\x01 \x03(\x0b\x32\x1d.omnifleet.v1alpha.TensorSpec\x12\x12\n\ntransports\x18\x02 \x03(\t\x12\x0e\n\x06shadow\x18\x03 \x01(\x08\x12\x31\n\x07version\x18\x04 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\r\n\x05ranks\x18\x06 \x01(\r\"\xfa\x01\n\x0cStageRequest\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Manifest\x12.\n\x03shm\x18\x02 \x01(\x0b\x32\x1f.omnifleet.v1alpha.ShmTransportH\x00\x12\x30\n\x04nccl\x18\x03 \x01(\x0b\x32 .omnifleet.v1alpha.NcclTransportH\x00\x12\x37\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32#.omnifleet.v1alpha.CudaIpcTransportH\x00\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\rB\x0b\n\ttransport\"E\n\nStageReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\t\"m\n\rCommitRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12.\n\tin_flight\x18\x02 \x01(\x0e\x32\x1b.omnifleet.v1alpha.InFlight\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\r\"\x81\x01\n\x0b\x43ommitReply\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\x14\n\x0cgate_seconds\x18\x02 \x01(\x01\x12\x11\n\tin_flight\x18\x03 \x01(\r\x12\x16\n\x0etensors_loaded\x18\x04 \x01(\r\"7\n\x0c\x41\x62ortRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"?\n\nAbortReply\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion*O\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x08\n\x04KEEP\x10\x01\x12\r\n\tRECOMPUTE\x10\x02\x12\x0f\n\x0b\x44RAIN_FIRST\x10\x03\x32\x8c\x03\n\x05Refit\x12S\n\tHandshake\x12#.omnifleet.v1alpha.HandshakeRequest\x1a!.omnifleet.v1alpha.HandshakeReply\x12P\n\x08\x44\x65scribe\x12\".omnifleet.v1alpha.DescribeRequest\x1a .omnifleet.v1alpha.DescribeReply\x12G\n\x05Stage\x12\x1f.omnifleet.v1alpha.StageRequest\x1a\x1d.omnifleet.v1alpha.StageReply\x12J\n\x06\x43ommit\x12 .omnifleet.v1alpha.CommitRequest\x1a\x1e.omnifleet.v1alpha.CommitReply\x12G\n\x05\x41\x62ort\x12\x1f.omnifleet.v1alpha.AbortRequest\x1a\x1d.omnifleet.v1alpha.AbortReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CUDAIPCTRANSPORT_HANDLESENTRY']._loaded_options = None
   _globals['_CUDAIPCTRANSPORT_HANDLESENTRY']._serialized_options = b'8\001'
-  _globals['_INFLIGHT']._serialized_start=1720
-  _globals['_INFLIGHT']._serialized_end=1799
+  _globals['_INFLIGHT']._serialized_start=1735
+  _globals['_INFLIGHT']._serialized_end=1814
   _globals['_TENSORSPEC']._serialized_start=85
   _globals['_TENSORSPEC']._serialized_end=221
   _globals['_BUCKET']._serialized_start=223
@@ -53,19 +53,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=843
   _globals['_DESCRIBEREQUEST']._serialized_end=860
   _globals['_DESCRIBEREPLY']._serialized_start=863
-  _globals['_DESCRIBEREPLY']._serialized_end=1029
-  _globals['_STAGEREQUEST']._serialized_start=1032
-  _globals['_STAGEREQUEST']._serialized_end=1282
-  _globals['_STAGEREPLY']._serialized_start=1284
-  _globals['_STAGEREPLY']._serialized_end=1353
-  _globals['_COMMITREQUEST']._serialized_start=1355
-  _globals['_COMMITREQUEST']._serialized_end=1464
-  _globals['_COMMITREPLY']._serialized_start=1467
-  _globals['_COMMITREPLY']._serialized_end=1596
-  _globals['_ABORTREQUEST']._serialized_start=1598
-  _globals['_ABORTREQUEST']._serialized_end=1653
-  _globals['_ABORTREPLY']._serialized_start=1655
-  _globals['_ABORTREPLY']._serialized_end=1718
-  _globals['_REFIT']._serialized_start=1802
-  _globals['_REFIT']._serialized_end=2198
+  _globals['_DESCRIBEREPLY']._serialized_end=1044
+  _globals['_STAGEREQUEST']._serialized_start=1047
+  _globals['_STAGEREQUEST']._serialized_end=1297
+  _globals['_STAGEREPLY']._serialized_start=1299
+  _globals['_STAGEREPLY']._serialized_end=1368
+  _globals['_COMMITREQUEST']._serialized_start=1370
+  _globals['_COMMITREQUEST']._serialized_end=1479
+  _globals['_COMMITREPLY']._serialized_start=1482
+  _globals['_COMMITREPLY']._serialized_end=1611
+  _globals['_ABORTREQUEST']._serialized_start=1613
+  _globals['_ABORTREQUEST']._serialized_end=1668
+  _globals['_ABORTREPLY']._serialized_start=1670
+  _globals['_ABORTREPLY']._serialized_end=1733
+  _globals['_REFIT']._serialized_start=1817
+  _globals['_REFIT']._serialized_end=2213
 # @@protoc_insertion_point(module_scope)

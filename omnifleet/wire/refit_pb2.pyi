@@ -105,18 +105,20 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("tensors", "transports", "shadow", "version", "engine")
+    __slots__ = ("tensors", "transports", "shadow", "version", "engine", "ranks")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     transports: _containers.RepeatedScalarFieldContainer[str]
     shadow: bool
     version: _common_pb2.WeightVersion
     engine: str
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., shadow: _Optional[bool] = ..., version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., engine: _Optional[str] = ...) -> None: ...
+    ranks: int
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., shadow: _Optional[bool] = ..., version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class StageRequest(_message.Message):
     __slots__ = ("manifest", "shm", "nccl", "cuda_ipc", "deadline_ms")

@@ -200,11 +200,11 @@ class FakeEngine:
         """Go on. See `Engine.resume`."""
         self._go.set()
 
-    async def stage(self, manifest_json: str, path: str) -> int:
+    async def stage(self, manifest_json: str, source: str) -> int:
         """Verify a transfer and keep it in the shadow. See `Engine.stage`."""
         body = json.loads(manifest_json)
         check_table(body, {t.name: (t.dtype, list(t.shape)) for t in self._facts.tensors})
-        shadow = read_transfer(body, Path(path))
+        shadow = read_transfer(body, Path(source))
         self._shadow = manifest_json, len(shadow)
         self._staged = {tensor.name: bytes(tensor.data) for tensor in shadow}
         return sum(len(tensor.data) for tensor in shadow)

@@ -135,8 +135,11 @@ class Engine(Protocol):
         """Go on. Idempotent."""
         ...
 
-    async def stage(self, manifest_json: str, path: str) -> int:
-        """Verify a transfer file and copy it into the shadow; bytes staged. Raises REFIT_REJECTED, weights untouched."""
+    async def stage(self, manifest_json: str, source: str) -> int:
+        """Receive a transfer into the shadow and verify it; bytes staged. Raises REFIT_REJECTED, weights untouched.
+
+        source: path of a file in shared memory, or where else the bytes come from (see `omnifleet_rollout.refit`).
+        """
         ...
 
     async def commit(

@@ -37,6 +37,7 @@ from omnifleet_rollout.engine.vllm_launch import launch, set_environment, vllm_v
 
 log = logging.getLogger("omnifleet.rollout.engine")
 _RPC_S = 300.0
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.05
 _COUNTERS_EVERY_S = 1.0
 _BAN = -100.0
 """vLLM's strongest logit bias: exp(-100) is nothing in float32."""
@@ -376,9 +377,16 @@ class VllmEngine:
         if self._llm is not None:
             await self._llm.resume_generation()
 
-    async def stage(self, manifest_json: str, path: str) -> int:
-        """Verify a transfer and keep it in the shadow. See `Engine.stage`."""
-        return int((await self._rpc("omni_stage", manifest_json, path))["bytes"])
+    async def stage(self, manifest_json: str, source: str) -> int:
+        """Receive, verify, keep in the shadow, beside the engine's steps. See `Engine.stage`."""
+        await self._rpc("omni_stage", manifest_json, source)
+        pause = _FIRST_LOOK_S
+        while True:
+            sizes = [body["bytes"] for body in await self._rpc_all("omni_staged")]
+            if None not in sizes:
+                return int(sizes[0])
+            await asyncio.sleep(pause)
+            pause = min(1.2 * pause, _LAST_LOOK_S)
 
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool
@@ -402,6 +410,10 @@ class VllmEngine:
 
     async def _rpc(self, method: str, *args: str) -> dict[str, Any]:
         """Call the extension; all ranks must agree. A refusal keeps its reason, anything else is ENGINE_ERROR."""
+        return (await self._rpc_all(method, *args))[0]
+
+    async def _rpc_all(self, method: str, *args: str) -> list[dict[str, Any]]:
+        """The answers of all ranks."""
         if self._llm is None:
             raise retryable(Reason.WORKER_LOST, "the engine is shut down")
         try:
@@ -412,8 +424,7 @@ class VllmEngine:
         for body in bodies:
             if "reason" in body:
                 raise OmnifleetError(Reason(body["reason"]), body["message"], knob=body["knob"])
-        first: dict[str, Any] = bodies[0]["ok"]
-        return first
+        return [body["ok"] for body in bodies]
 
 
 def _delta(choice: Any, cached_tokens: int | None) -> EngineDelta:

@@ -51,10 +51,10 @@ class Receiver:
         self._steps: set[asyncio.Task[Any]] = set()
 
     async def stage(
-        self, manifest: refit_pb2.Manifest, path: str, deadline_s: float = 0.0
+        self, manifest: refit_pb2.Manifest, source: str, deadline_s: float = 0.0
     ) -> tuple[str, int]:
         """Verify and copy a transfer into the shadow; (manifest digest, bytes). Raises REFIT_REJECTED, CONFLICT, DEADLINE."""
-        return await self._alone(lambda: self._stage(manifest, path), deadline_s, "stage")
+        return await self._alone(lambda: self._stage(manifest, source), deadline_s, "stage")
 
     async def commit(self, digest: str, policy: InFlight, deadline_s: float = 0.0) -> Committed:
         """Make the staged version serve. Once begun it runs to its end even if the caller goes away.
@@ -90,11 +90,11 @@ class Receiver:
         async with self._busy:
             return await step()
 
-    async def _stage(self, manifest: refit_pb2.Manifest, path: str) -> tuple[str, int]:
+    async def _stage(self, manifest: refit_pb2.Manifest, source: str) -> tuple[str, int]:
         version, body = self._check(manifest)
         self._staged = None
         began = time.monotonic()
-        size = await self._engine.stage(body.decode(), path)
+        size = await self._engine.stage(body.decode(), source)
         self._staged = _Staged(version, manifest.encoder_changed)
         self._counters.add("refit_stage_seconds", time.monotonic() - began)
         self._counters.add("refit_bytes", size)

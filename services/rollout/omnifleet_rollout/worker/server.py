@@ -25,6 +25,7 @@ from omnifleet.wire.codec import counters_to_wire, in_flight_from_wire, media_fr
 from omnifleet.wire.server import INSTANCE, handshake
 from omnifleet_rollout.engine.port import Engine
 from omnifleet_rollout.refit.receiver import Receiver
+from omnifleet_rollout.refit.source import source_of
 from omnifleet_rollout.worker.gate import Ending, Gate
 from omnifleet_rollout.worker.generation import Generation
 
@@ -136,16 +137,9 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
 
     async def Stage(self, request: refit_pb2.StageRequest, context: Any) -> refit_pb2.StageReply:
         """See the contract."""
-        transport = request.WhichOneof("transport")
-        if transport not in self._engine.facts.transports:
-            raise OmnifleetError(
-                Reason.UNSUPPORTED,
-                f"transport {transport or 'none'}: this worker takes {', '.join(self._engine.facts.transports)}",
-            )
+        source = source_of(request, self._engine.facts.transports)
         began = time.monotonic()
-        digest, size = await self._receiver.stage(
-            request.manifest, request.shm.path, request.deadline_ms / 1000
-        )
+        digest, size = await self._receiver.stage(request.manifest, source, request.deadline_ms / 1000)
         return refit_pb2.StageReply(bytes=size, seconds=time.monotonic() - began, manifest_digest=digest)
 
     async def Commit(self, request: refit_pb2.CommitRequest, context: Any) -> refit_pb2.CommitReply:

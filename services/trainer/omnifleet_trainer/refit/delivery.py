@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager
 
 from omnifleet.client.fleet import WorkerView
-from omnifleet.client.refit import Commit, RefitClient
+from omnifleet.client.refit import Commit, File, RefitClient
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight, WeightVersion, WorkerState
 from omnifleet_trainer.refit.release import Parcel
@@ -78,7 +78,7 @@ class Delivery:
 
     async def _stage(self, client: RefitClient, worker: WorkerView, parcel: Parcel) -> str:
         transfer, deadline_s = parcel.transfer, self._timeout_s
-        seen = await client.stage(parcel.manifest, transfer.path, transfer.size, deadline_s=deadline_s)
+        seen = await client.stage(parcel.manifest, File(transfer.path, transfer.size), deadline_s=deadline_s)
         if seen != parcel.version.manifest_digest:
             await client.abort(seen, "the digests of the manifest differ")
             raise OmnifleetError(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from blake3 import blake3
@@ -24,6 +24,9 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import ALIGN_BYTES, bucket_starts
 from omnifleet_trainer.policy.port import Tensor
+
+if TYPE_CHECKING:
+    import torch
 
 PREFIX = "omnifleet-refit-"
 _NUMPY = {
@@ -55,11 +58,19 @@ def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
     else:
         import torch
 
-        dtype = _TORCH.get(str(tensor.dtype).removeprefix("torch."), "")
+        dtype = dtype_name(name, tensor)
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if not dtype:
         raise OmnifleetError(Reason.UNSUPPORTED, f"{name} has dtype {tensor.dtype}, which no refit carries")
     return RawTensor(name, dtype, shape, memoryview(cast(Any, data)))
+
+
+def dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """safetensors name of a torch tensor's dtype. Raises OmnifleetError(UNSUPPORTED)."""
+    dtype = _TORCH.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise OmnifleetError(Reason.UNSUPPORTED, f"{name} has dtype {tensor.dtype}, which no refit carries")
+    return dtype
 
 
 def tensor_digest(data: memoryview) -> str:

@@ -1,0 +1,140 @@
+"""Buckets in memory of the device: their layout by the manifest, their checksums, the tensors in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from omnifleet.wire.fold import ALGORITHM, ROW_BYTES
+from omnifleet.wire.manifest import DTYPE_BYTES, UNVERIFIED, combined_checksum
+from omnifleet_rollout.refit.fold import as_hex, fold
+from omnifleet_rollout.refit.shadow import rejected
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One bucket of a manifest, checked: its tensors in order of offset, each from a row's start, none over another."""
+
+    size: int
+    checksum: str
+    tensors: tuple[Mapping[str, Any], ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """Byte offsets of the tensors."""
+        return [tensor["offset"] for tensor in self.tensors]
+
+
+def layout(body: Mapping[str, Any]) -> list[Bucket]:
+    """The buckets of a manifest body for device transports. Raises REFIT_REJECTED, before any memory is taken."""
+    if body["checksum_algorithm"] not in (ALGORITHM, UNVERIFIED):
+        raise rejected(f"checksum_algorithm {body['checksum_algorithm']!r}: device buckets carry {ALGORITHM}")
+    if [bucket["index"] for bucket in body["buckets"]] != list(range(len(body["buckets"]))):
+        raise rejected("buckets must be numbered 0, 1, 2, ... in order")
+    inside: dict[int, list[Mapping[str, Any]]] = {}
+    for tensor in body["tensors"]:
+        if tensor["changed"]:
+            inside.setdefault(tensor["bucket"], []).append(tensor)
+    if not set(inside) <= set(range(len(body["buckets"]))):
+        raise rejected("a tensor lies in a bucket that the manifest does not have")
+    buckets = []
+    for bucket in body["buckets"]:
+        tensors = tuple(sorted(inside.get(bucket["index"], ()), key=lambda tensor: tensor["offset"]))
+        _check_places(tensors, bucket["bytes"])
+        buckets.append(Bucket(bucket["bytes"], bucket["checksum"], tensors))
+    return buckets
+
+
+def _check_places(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
+    end = 0
+    for tensor in tensors:
+        wanted = prod(tensor["shape"]) * DTYPE_BYTES.get(tensor["dtype"], 0)
+        if wanted != tensor["bytes"] or wanted == 0:
+            raise rejected(f"{tensor['name']}: {tensor['bytes']} bytes do not fit its shape and dtype")
+        if tensor["offset"] % ROW_BYTES or tensor["offset"] < end:
+            raise rejected(
+                f"{tensor['name']} at {tensor['offset']} lies over another or not at a row's start"
+            )
+        end = tensor["offset"] + tensor["bytes"]
+    if size % ROW_BYTES or not end <= size or size == 0:
+        raise rejected(f"a bucket of {size} bytes does not hold its tensors, which end at {end}")
+
+
+class Memory:
+    """Buffers of one device, kept from refit to refit, so that a stage allocates nothing after the first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: list[torch.Tensor] = []
+
+    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """uint8 buffers of these sizes; what the last take gave is no longer valid. Raises REFIT_REJECTED if there is no room."""
+        if sum(map(len, self._buffers)) < sum(sizes) or len(self._buffers) != 1:
+            self._buffers = []
+            try:
+                self._buffers = [torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)]
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                raise rejected(
+                    f"no room for a shadow of {sum(sizes)} bytes on {self.device}: {error}"
+                ) from error
+        return list(torch.split(self._buffers[0][: sum(sizes)], list(sizes)))
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffers = []
+
+
+class Verification:
+    """Checksums of buckets as they come: queued at once, looked at in the end."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._off = body["checksum_algorithm"] == UNVERIFIED
+        self._folds: list[tuple[Bucket, torch.Tensor]] = []
+
+    def queue(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Fold one bucket on its device, without waiting."""
+        if not self._off:
+            self._folds.append((bucket, fold(data, bucket.starts)))
+
+    def check(self) -> None:
+        """Wait for the folds and compare. Raises REFIT_REJECTED, naming a tensor whose bytes differ."""
+        if not self._folds:
+            return
+        rows = as_hex(torch.cat([digests for _, digests in self._folds]))
+        at = 0
+        for index, (bucket, digests) in enumerate(self._folds):
+            ours = rows[at : at + len(digests)]
+            at += len(digests)
+            for tensor, digest in zip(bucket.tensors, ours, strict=True):
+                if digest != tensor["digest"]:
+                    raise rejected(f"{tensor['name']} in bucket {index} does not match its checksum")
+            if combined_checksum(ours) != bucket.checksum:
+                raise rejected(f"bucket {index} does not match its checksum")
+
+
+def cut(buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of all buckets by name: views, no copies."""
+    return {
+        tensor["name"]: data[tensor["offset"] : tensor["offset"] + tensor["bytes"]]
+        .view(DTYPES[tensor["dtype"]])
+        .view(tuple(tensor["shape"]))
+        for bucket, data in zip(buckets, buffers, strict=True)
+        for tensor in bucket.tensors
+    }

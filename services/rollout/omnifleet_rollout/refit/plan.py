@@ -1,0 +1,271 @@
+"""Where each slice of each source tensor lands in parameter memory, learnt from the model's own loader.
+
+The loader runs once on sources without bytes (meta tensors) under a dispatch mode that sees every copy into parameter
+memory and notes it instead of doing it: nothing moves, nothing changes, it takes milliseconds. What the loader does
+with views (tensor-parallel slices, fused QKV and gate-up, expert stacking, transposes) and with one whole cast or clone
+on the way is understood. Arithmetic on a source, or a value that is looked at, is not: then there is no plan.
+
+Whether the engine changes weights after loading (packs, quantises, absorbs) a recording can't see. So a plan is believed
+only after `agrees`: parameters wiped, the plan replayed, compared with what the loader makes of the same sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omnifleet.address import canonical_json, digest_bytes
+from omnifleet.wire.fold import ROW_BYTES
+from omnifleet_rollout.refit.fold import as_hex, fold
+
+Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided window into a tensor's storage, in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> View:
+        """The window that a tensor is."""
+        return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def on(self, tensor: torch.Tensor, base: int = 0) -> torch.Tensor:
+        """The same window into the storage of `tensor`, moved on by `base` elements."""
+        return tensor.as_strided(self.shape, self.stride, self.offset + base)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy `source`'s window into a window of parameter `target`, casting and broadcasting as copy_ does."""
+
+    source: str
+    read: View
+    target: str
+    write: View
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A window of parameter `target` that holds one value for ever."""
+
+    target: str
+    write: View
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All moves of one model. key: digest of engine build, model, table and rank.
+
+    fills: padding, which the loader writes and no source reaches. untouched: parameters that the loader does not write.
+    unread: sources that it does not read.
+    """
+
+    key: str
+    moves: tuple[Move, ...]
+    fills: tuple[Fill, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    untouched: tuple[str, ...]
+    unread: tuple[str, ...]
+
+    def bind(
+        self, model: torch.nn.Module, sources: Mapping[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(destination, source) pairs for the tensors given, contiguous ones. Raises LookupError for one of another shape."""
+        targets = dict(_memory(model))
+        pairs = []
+        for name, tensor in sources.items():
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise LookupError(f"{name} {tuple(tensor.shape)} is not in the plan")
+        for move in self.moves:
+            source = sources.get(move.source)
+            if source is not None:
+                into = move.write.on(targets[move.target])
+                pairs.append((into, move.read.on(source, int(source.storage_offset())).expand(into.shape)))
+        return pairs
+
+
+class NotPlannable(Exception):
+    """The loader does more with a source than to place it; says what."""
+
+
+def record(
+    model: torch.nn.Module, load: Loader, table: Mapping[str, tuple[torch.dtype, Sequence[int]]], build: str
+) -> Plan:
+    """Learn a plan from `load`, the model's own loader. table: name -> dtype, shape of each source tensor.
+
+    build: names the engine and the rank, for the key. The model is not changed. Raises NotPlannable.
+    """
+    sources = {
+        name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (dtype, shape) in table.items()
+    }
+    recorder = _Recorder(sources, dict(_memory(model)))
+    try:
+        with torch.no_grad(), recorder:
+            load(iter(sources.items()))
+    except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError) as error:
+        raise NotPlannable(f"the loader needs the values of weights: {error}") from error
+    recorder.check()
+    parts = [build, type(model).__name__, sorted([n, str(d), list(s)] for n, (d, s) in table.items())]
+    return Plan(
+        key=digest_bytes(canonical_json(parts), "refit-plan"),
+        moves=tuple(recorder.moves),
+        fills=tuple(recorder.fills),
+        shapes={name: tuple(tensor.shape) for name, tensor in sources.items()},
+        untouched=tuple(n for n, _ in model.named_parameters() if n not in recorder.reached),
+        unread=tuple(sorted(sources.keys() - {move.source for move in recorder.moves})),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """A tensor that is a window of a source, or a cast or clone of one. fresh: the cast's own window."""
+
+    source: str
+    read: View
+    fresh: View | None = None
+
+
+@dataclass
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes copies into the targets; everything else runs as ever."""
+
+    sources: Mapping[str, torch.Tensor]
+    targets: Mapping[str, torch.Tensor]
+    moves: list[Move] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    reached: set[str] = field(default_factory=set)
+    strange: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._source_of = {_storage(t): name for name, t in self.sources.items()}
+        self._target_of = {_storage(t): name for name, t in self.targets.items()}
+        self._derived: dict[int, _Origin] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default and self._target(args[0]):
+            self._note(args[0], args[1])
+            return args[0]
+        if func in _WRITES and self._target(args[0]):
+            self._fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
+            return args[0]
+        out = func(*args, **kwargs)
+        if func in _COPIES and isinstance(args[0], torch.Tensor):
+            self._derive(args[0], out)
+        return out
+
+    def check(self) -> None:
+        """Raises NotPlannable if anything was copied that is not a window of a source."""
+        if self.strange:
+            raise NotPlannable(f"{len(self.strange)} copies are of computed values, first: {self.strange[0]}")
+
+    def _note(self, into: torch.Tensor, value: Any) -> None:
+        target = self._target(into)
+        self.reached.add(target)
+        origin = self._origin(value)
+        if origin is None:
+            self.strange.append(f"{target}{tuple(into.shape)}")
+        else:
+            self.moves.append(Move(origin.source, origin.read, target, View.of(into)))
+
+    def _fill(self, into: torch.Tensor, value: float) -> None:
+        if into.numel():
+            self.reached.add(self._target(into))
+            self.fills.append(Fill(self._target(into), View.of(into), value))
+
+    def _origin(self, value: Any) -> _Origin | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        name = self._source_of.get(_storage(value))
+        if name is not None:
+            return _Origin(name, View.of(value))
+        derived = self._derived.get(_storage(value))
+        return derived if derived is not None and derived.fresh == View.of(value) else None
+
+    def _derive(self, value: torch.Tensor, out: Any) -> None:
+        origin = self._origin(value)
+        if origin is not None and isinstance(out, torch.Tensor) and _storage(out) != _storage(value):
+            self._kept.append(out)  # so that its storage's identity is not given to another
+            self._derived[_storage(out)] = _Origin(origin.source, origin.read, View.of(out))
+
+    def _target(self, tensor: Any) -> str:
+        return self._target_of.get(_storage(tensor), "") if isinstance(tensor, torch.Tensor) else ""
+
+
+_COPIES = {_aten.clone.default, _aten._to_copy.default}
+_WRITES = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+
+
+def agrees(
+    model: torch.nn.Module, plan: Plan, sources: Mapping[str, torch.Tensor], load: Callable[[], None]
+) -> list[str]:
+    """Wipe every tensor that the plan writes to, replay it, then `load` (the engine's path) the same sources and compare.
+
+    Returns the names of tensors that differ, bit for bit; in any case the model holds what the loader made. Compared is
+    all that hangs on the model: parameters, buffers, and tensors that modules keep as plain attributes.
+    """
+    pairs, targets = plan.bind(model, sources), dict(_memory(model))
+    with torch.no_grad():
+        for name in {move.target for move in plan.moves}:
+            targets[name].fill_(float("nan") if targets[name].is_floating_point() else 1)
+        for fill in plan.fills:
+            fill.write.on(targets[fill.target]).fill_(fill.value)
+        replay(pairs)
+        ours = _digests(model)
+        load()
+        theirs = _digests(model)
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def replay(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Do the moves; on a device they are only queued."""
+    if pairs:
+        torch._foreach_copy_([into for into, _ in pairs], [value for _, value in pairs])
+
+
+def _memory(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, each storage under its first name; not those that are small windows of another's."""
+    seen: set[int] = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.numel() and _storage(tensor) not in seen:
+            seen.add(_storage(tensor))
+            yield name, tensor.detach()
+
+
+def _everything(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        held = {**module._parameters, **module._buffers, **vars(module)}
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor) and name not in _CACHES:
+                yield f"{prefix}.{name}", value.detach()
+
+
+_CACHES = {"kv_cache"}
+
+
+def _digests(model: torch.nn.Module) -> dict[str, str]:
+    """What each tensor is, in bits: dtype, shape and the device checksum of its elements."""
+    digests = {}
+    for name, tensor in _everything(model):
+        digests[name] = f"{tensor.dtype} {tuple(tensor.shape)} "
+        if tensor.numel():
+            raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+            digests[name] += as_hex(fold(torch.nn.functional.pad(raw, (0, -raw.numel() % ROW_BYTES)), [0]))[0]
+    return digests
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,159 @@
+"""Stage and commit in the process that holds the model, whatever the engine: transports, shadow, plan or loader path."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.wire.manifest import UNVERIFIED, json_digest
+from omnifleet_rollout.refit import ipc
+from omnifleet_rollout.refit.background import Background
+from omnifleet_rollout.refit.buckets import DTYPES, Memory
+from omnifleet_rollout.refit.collective import Collective
+from omnifleet_rollout.refit.plan import Plan, agrees, replay
+from omnifleet_rollout.refit.shadow import ShadowTensor, check_table, read_transfer, rejected
+from omnifleet_rollout.refit.source import CUDA_IPC, GROUP
+from omnifleet_rollout.refit.weights import Sources, Weights
+
+log = logging.getLogger("omnifleet.rollout.refit")
+UNVERIFIED_ENV = "OMNIFLEET_REFIT_UNVERIFIED"
+CHECK_EVERY = 100
+"""Every so many refits by plan, a complete one is compared with the loader's result again."""
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a commit did. tensors: how many changed; by_plan: copied straight into parameter memory."""
+
+    tensors: int
+    by_plan: bool
+    seconds: float
+
+
+class Stager:
+    """`load`: the engine's loader path: takes all tensors from `weights.everything()` into `model`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        weights: Weights,
+        plan: Plan | None,
+        load: Callable[[], None],
+        device: torch.device,
+        rank: int = 0,
+    ) -> None:
+        self._model, self._weights, self._plan, self._load = model, weights, plan, load
+        self._memory = Memory(device)
+        self._collective = Collective(self._memory, rank)
+        self._stage: Background[tuple[Sources, Pairs]] | None = None
+        self._digest, self._pairs = "", Pairs()
+        self._checked = False
+        self._since_check = 0
+
+    def begin(self, manifest_json: str, source: str) -> None:
+        """Check the manifest and start to receive; `poll` tells when it is done. Raises REFIT_REJECTED, CONFLICT.
+
+        source: path of a file in shared memory, "group://..." or "cuda-ipc:...". The weights that serve are not touched.
+        """
+        self.drop()
+        body = json.loads(manifest_json)
+        check_table(body, self._weights.table)
+        if body["checksum_algorithm"] == UNVERIFIED and UNVERIFIED_ENV not in os.environ:
+            raise rejected("this worker takes nothing without checksums")
+        self._digest = json_digest(manifest_json.encode())
+        self._stage = Background(lambda: self._receive(body, source), self._collective.cancel)
+
+    def poll(self) -> int | None:
+        """Bytes staged, or None while the stage runs. Raises what it raised."""
+        if self._stage is None:
+            raise rejected("nothing is being staged here")
+        if self._stage.running:
+            return None
+        try:
+            self._weights.shadow, self._pairs = self._stage.result()
+        except BaseException:
+            self._digest = ""
+            raise
+        finally:
+            self._stage = None
+        return sum(tensor.nbytes for tensor in self._weights.shadow.values())
+
+    def commit(self, manifest_digest: str) -> Loaded:
+        """Load the shadow. Raises REFIT_REJECTED, nothing changed, if that is not what is staged; else weights may be mixed."""
+        weights = self._weights
+        if not manifest_digest or self._digest != manifest_digest or self._stage is not None:
+            raise rejected(f"refit {manifest_digest[:12]} is not in the shadow")
+        began, count = time.monotonic(), len(weights.shadow)
+        with torch.no_grad():
+            by_plan = self._apply()
+        weights.commit(by_plan=by_plan)
+        self.drop()
+        return Loaded(count, by_plan, time.monotonic() - began)
+
+    def drop(self) -> None:
+        """Forget the shadow, and end a stage that runs. Raises CONFLICT if it does not end."""
+        stage, self._stage = self._stage, None
+        self._digest, self._pairs, self._weights.shadow = "", [], {}
+        if stage is not None and not stage.stop():
+            self._stage = stage
+            raise OmnifleetError(Reason.CONFLICT, "the last stage does not end", retryable=True)
+
+    def _receive(self, body: Mapping[str, Any], source: str) -> tuple[Sources, Pairs]:
+        if source.startswith(GROUP):
+            tensors = self._collective.receive(body, source)
+        elif source.startswith(CUDA_IPC):
+            tensors = ipc.receive(body, source, self._memory)
+        else:
+            tensors = {tensor.name: _tensor(tensor) for tensor in read_transfer(body, Path(source))}
+        return tensors, self._bound(tensors)
+
+    def _bound(self, tensors: Sources) -> Pairs:
+        """The plan's copies, made ready before the gate."""
+        return self._plan.bind(self._model, tensors) if self._plan is not None and self._checked else []
+
+    def _apply(self) -> bool:
+        if self._plan is None:
+            self._weights.check_loadable()
+            self._load()
+            return False
+        due = not self._checked or self._since_check >= CHECK_EVERY
+        if due and self._weights.complete:
+            return self._check(self._plan)
+        if not self._checked:
+            self._weights.check_loadable()
+            self._load()
+            return False
+        self._since_check += 1
+        replay(self._pairs)
+        _wait(self._memory.device)
+        return True
+
+    def _check(self, plan: Plan) -> bool:
+        """Load by plan and by the loader, compare; the loader's result stays. A plan that disagrees is dropped for good."""
+        different = agrees(self._model, plan, self._weights.shadow, self._load)
+        self._checked, self._since_check = not different, 0
+        if different:
+            self._plan = None
+            log.warning("the refit plan is dropped: the loader makes others of %s", ", ".join(different[:5]))
+        else:
+            log.info("refit plan %s: %d copies, equal to the loader's result", plan.key[:12], len(plan.moves))
+        return False
+
+
+def _tensor(source: ShadowTensor) -> torch.Tensor:
+    return torch.frombuffer(source.data, dtype=DTYPES[source.dtype]).view(source.shape)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

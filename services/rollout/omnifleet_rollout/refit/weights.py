@@ -1,0 +1,77 @@
+"""Source tensors of an engine: the shadow of a refit, and what of the committed version is kept on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from omnifleet_rollout.engine.checkpoint import read_table
+from omnifleet_rollout.refit.shadow import rejected
+
+Sources = dict[str, torch.Tensor]
+
+
+class Weights:
+    """By checkpoint name.
+
+    The loader path loads a layer whole: a refit that changes one half of a fused layer needs the other half too. So what
+    is committed by that path stays on the host (one model's worth); what was never sent is in the checkpoint. What was
+    committed by plan lies in parameter memory alone: `by_plan` names it.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self.table = {spec.name: (spec.dtype, list(spec.shape)) for spec in read_table(model)}
+        self._model = model
+        self._committed: Sources = {}
+        self._by_plan: set[str] = set()
+        self.shadow: Sources = {}
+
+    @property
+    def complete(self) -> bool:
+        """True if the shadow holds every tensor."""
+        return self.shadow.keys() == self.table.keys()
+
+    def check_loadable(self) -> None:
+        """Raises REFIT_REJECTED if the loader path lacks a tensor, which a complete refit brings."""
+        lost = self._by_plan - self.shadow.keys()
+        if lost:
+            raise rejected(f"{len(lost)} tensors of the committed version are in parameter memory alone")
+
+    def everything(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors of the next version, in the checkpoint's order of names."""
+        on_disk = self._files()
+        for name in self.table:
+            tensor = self.shadow.get(name, self._committed.get(name))
+            yield name, tensor if tensor is not None else _read(on_disk[name], name)
+
+    def commit(self, *, by_plan: bool) -> None:
+        """The shadow is loaded."""
+        if by_plan:
+            self._by_plan.update(self.shadow)
+            self._committed = {n: t for n, t in self._committed.items() if n not in self.shadow}
+        else:
+            self._by_plan -= self.shadow.keys()
+            self._committed.update({n: t.cpu() if t.is_cuda else t for n, t in self.shadow.items()})
+        self.shadow = {}
+
+    def _files(self) -> Mapping[str, Path]:
+        missing = self.table.keys() - self.shadow.keys() - self._committed.keys()
+        if not missing:
+            return {}
+        from safetensors import safe_open
+
+        places = {}
+        for file in sorted(self._model.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as source:
+                places.update(dict.fromkeys(source.keys(), file))
+        return places
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as source:
+        tensor: torch.Tensor = source.get_tensor(name)
+        return tensor

@@ -1,0 +1,157 @@
+"""The sender's place in a process group with its receivers: NCCL on CUDA, gloo on CPU, one shape.
+
+One store for the sender's life listens on a port that the kernel chose and that is never given back in between; each
+membership meets under a name of its own, so no port is probed, released or used twice. The rollout service has a twin
+of the group.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from omnifleet.errors import Reason, retryable
+
+SENDER = 0
+_LOOK_S = 0.0005
+
+
+class Meeting:
+    """Where groups meet. host: the address that receivers reach us at."""
+
+    def __init__(self, host: str) -> None:
+        """Listen. Raises UNAVAILABLE if no port can be had."""
+        self.host = host
+        listener = socket.create_server(("", 0))
+        self.port = int(listener.getsockname()[1])
+        try:
+            self._store = TCPStore(
+                "127.0.0.1",
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except dist.DistError as error:
+            raise retryable(Reason.UNAVAILABLE, f"no store on port {self.port}: {error}") from error
+
+    def open_group(self, name: str, size: int, device: torch.device, timeout_s: float) -> Group:
+        """Meet `size` - 1 receivers under `name`. Blocks. Raises UNAVAILABLE if they don't come in time."""
+        return Group(PrefixStore(name, self._store), SENDER, size, device, timeout_s)
+
+    @staticmethod
+    def new_name() -> str:
+        """For a membership: never the same again."""
+        return secrets.token_hex(8)
+
+
+class Group:
+    """Broadcasts to all others. Not thread-safe, but for `abort`."""
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        self._device = device
+        self._aborted = False
+        try:
+            store.set(f"here/{rank}", "1")
+            store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=timeout_s))
+            self._backend = _backend(store, rank, size, device)
+        except dist.DistError as error:
+            raise retryable(Reason.UNAVAILABLE, f"not all {size} ranks came: {error}") from error
+        self._stream = _new_stream(device)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Work inside is ordered with the broadcasts and comes after what the device was given before."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.device(self._device):
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    yield
+
+    def broadcast(self, bucket: torch.Tensor, deadline: float) -> None:
+        """Send one bucket; on CUDA it is only queued. deadline: monotonic s. Raises UNAVAILABLE, DEADLINE."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = SENDER, 0, True
+        with self._failures(deadline):
+            work = self._backend.broadcast([bucket], options)
+            if self._stream is None:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            else:
+                work.wait()  # the stream waits, not we
+
+    def finish(self, deadline: float) -> None:
+        """Wait until everything queued is sent. Raises UNAVAILABLE if the group broke, DEADLINE; it is aborted then."""
+        if self._stream is None:
+            return
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+        with self._failures(deadline):
+            while not done.query():  # type: ignore[no-untyped-call]
+                if self._aborted or time.monotonic() > deadline:
+                    raise RuntimeError("aborted" if self._aborted else "out of time")
+                time.sleep(_LOOK_S)
+            if self._aborted:
+                raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        """Break the group, from any thread: all waiting ends. Idempotent."""
+        if not self._aborted:
+            self._aborted = True
+            self._backend.abort()
+
+    @property
+    def broken(self) -> bool:
+        """True once aborted."""
+        return self._aborted
+
+    @contextmanager
+    def _failures(self, deadline: float) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            late = time.monotonic() >= deadline and not self._aborted
+            self.abort()
+            raise retryable(
+                Reason.DEADLINE if late else Reason.UNAVAILABLE, f"the refit's group broke: {error}"
+            ) from error
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _backend(store: Store, rank: int, size: int, device: torch.device) -> Any:
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(minutes=10))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(minutes=10)
+    with torch.cuda.device(device), _no_watchdog_kills():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _no_watchdog_kills() -> Iterator[None]:
+    """torch's watchdog would end the process when a collective fails; deadlines are ours. Read at construction only."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

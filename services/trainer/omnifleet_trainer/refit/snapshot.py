@@ -1,0 +1,172 @@
+"""All weights of one version in buckets on a device: packed once, then sent to whoever needs them, in whole or in part.
+
+Packing copies, so training may go on at once. Tensors lie in a fixed order, those that never train first, so that a
+bucket that trains carries little that does not. Digests are computed on the device; a bucket none of whose tensors
+changed since the version that a worker holds is not sent to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import WeightVersion
+from omnifleet.wire import refit_pb2
+from omnifleet.wire.codec import version_to_wire
+from omnifleet.wire.fold import ALGORITHM, ROW_BYTES
+from omnifleet.wire.manifest import UNVERIFIED, combined_checksum, manifest_digest
+from omnifleet_trainer.policy.port import Tensor
+from omnifleet_trainer.refit.fold import as_hex, fold
+from omnifleet_trainer.refit.transfer import dtype_name
+
+BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies. bytes: without padding."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """What workers that hold one version are sent: the manifest and the numbers of the buckets, in its order."""
+
+    manifest: refit_pb2.Manifest
+    version: WeightVersion
+    buckets: tuple[int, ...]
+    bytes: int
+
+
+class Snapshot:
+    """One version's weights on `device`; `pack` again replaces them by the next version's, in the same places."""
+
+    def __init__(
+        self, device: torch.device, bucket_bytes: int = BUCKET_BYTES, *, verified: bool = True
+    ) -> None:
+        self.device, self._limit, self._verified = device, bucket_bytes, verified
+        self.buckets: list[torch.Tensor] = []
+        self.places: dict[str, Place] = {}
+        self.digests: dict[str, str] = {}
+        self._views: dict[str, torch.Tensor] = {}
+
+    def pack(self, tensors: Iterable[tuple[str, Tensor]], trains: Collection[str] = ()) -> None:
+        """Copy all tensors in and compute their digests. trains: names that may change after this version.
+
+        Raises INVALID_REQUEST if a later version has other names, dtypes or shapes; UNSUPPORTED for a dtype.
+        """
+        given = {name: torch.as_tensor(tensor).detach() for name, tensor in tensors}
+        if not self.places:
+            self._lay_out(given, set(trains))
+        self._check(given)
+        names = list(self._views)
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [self._views[name] for name in names], [given[name].contiguous() for name in names]
+            )
+        self.digests = self._fold() if self._verified else {}
+
+    def shipment(
+        self,
+        version: WeightVersion,
+        parent: WeightVersion | None,
+        held: Mapping[str, str] | None,
+        encoder_changed: bool,
+    ) -> Shipment:
+        """For workers at `parent`, whose digests are `held`; None: everything. At least one bucket is sent."""
+        needed = {
+            place.bucket
+            for name, place in self.places.items()
+            if held is None or not self._verified or held.get(name) != self.digests[name]
+        }
+        chosen = tuple(sorted(needed)) or (min(range(len(self.buckets)), key=lambda i: len(self.buckets[i])),)
+        numbers = {bucket: number for number, bucket in enumerate(chosen)}
+        manifest = refit_pb2.Manifest(
+            version=version_to_wire(version),
+            parent=version_to_wire(parent),
+            tensors=[self._spec(name, numbers) for name in self.places],
+            buckets=[self._bucket(number, bucket) for bucket, number in numbers.items()],
+            checksum_algorithm=ALGORITHM if self._verified else UNVERIFIED,
+            encoder_changed=encoder_changed or parent is None,
+        )
+        digest = manifest_digest(manifest)
+        size = sum(len(self.buckets[bucket]) for bucket in chosen)
+        return Shipment(manifest, replace(version, manifest_digest=digest), chosen, size)
+
+    def _lay_out(self, tensors: Mapping[str, torch.Tensor], trains: set[str]) -> None:
+        sizes: list[int] = []
+        for group in ([n for n in tensors if n not in trains], [n for n in tensors if n in trains]):
+            fresh = True
+            for name in group:
+                tensor = tensors[name]
+                padded = tensor.nbytes + -tensor.nbytes % ROW_BYTES
+                if fresh or sizes[-1] + padded > self._limit:
+                    sizes.append(0)
+                place = Place(
+                    dtype_name(name, tensor), tuple(tensor.shape), len(sizes) - 1, sizes[-1], tensor.nbytes
+                )
+                self.places[name] = place
+                sizes[-1] += padded
+                fresh = False
+        self.buckets = [torch.zeros(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        for name, place in self.places.items():
+            raw = self.buckets[place.bucket][place.offset : place.offset + place.bytes]
+            self._views[name] = raw.view(tensors[name].dtype).view(place.shape)
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if tensors.keys() != self.places.keys():
+            raise _other(f"names {sorted(tensors.keys() ^ self.places.keys())[:3]}")
+        for name, tensor in tensors.items():
+            place = self.places[name]
+            if (dtype_name(name, tensor), tuple(tensor.shape)) != (place.dtype, place.shape):
+                raise _other(
+                    f"{name} {tensor.dtype} {tuple(tensor.shape)} instead of {place.dtype} {place.shape}"
+                )
+
+    def _fold(self) -> dict[str, str]:
+        inside = self._inside()
+        folds = [
+            fold(data, [self.places[n].offset for n in names])
+            for data, names in zip(self.buckets, inside, strict=True)
+        ]
+        rows = as_hex(torch.cat(folds))
+        return dict(zip([name for names in inside for name in names], rows, strict=True))
+
+    def _inside(self) -> list[list[str]]:
+        inside: list[list[str]] = [[] for _ in self.buckets]
+        for name, place in self.places.items():
+            inside[place.bucket].append(name)
+        return inside
+
+    def _spec(self, name: str, numbers: Mapping[int, int]) -> refit_pb2.TensorSpec:
+        place = self.places[name]
+        sent = place.bucket in numbers
+        return refit_pb2.TensorSpec(
+            name=name,
+            dtype=place.dtype,
+            shape=place.shape,
+            bucket=numbers[place.bucket] if sent else 0,
+            offset=place.offset if sent else 0,
+            bytes=place.bytes,
+            changed=sent,
+            digest=self.digests.get(name, ""),
+        )
+
+    def _bucket(self, number: int, bucket: int) -> refit_pb2.Bucket:
+        names: Sequence[str] = [name for name, place in self.places.items() if place.bucket == bucket]
+        checksum = combined_checksum(self.digests[name] for name in names) if self._verified else ""
+        return refit_pb2.Bucket(index=number, bytes=len(self.buckets[bucket]), checksum=checksum)
+
+
+def _other(what: str) -> OmnifleetError:
+    return OmnifleetError(
+        Reason.INVALID_REQUEST, f"the weights are not those of the first version of this lineage: {what}"
+    )
