@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from omnifleet.errors import invalid
 
@@ -38,3 +38,36 @@ def placeholder_ranges(
             ranges.append((position, length))
         position += length
     return ranges
+
+
+def lay_out(
+    token_ids: Sequence[int], items: Sequence[tuple[int, int]], placeholders: Collection[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Expand a prompt with media of several kinds; (expanded ids, (offset, length) of each item within them).
+
+    token_ids: [T] ids with one placeholder an item. items: (placeholder token, features) of each, in order.
+    placeholders: tokens that stand for media. Raises OmnifleetError(INVALID_REQUEST) if they do not match the items in
+    number, order and kind: media is never dropped, and never given another's place.
+    """
+    found = [token for token in token_ids if token in placeholders]
+    wanted = [token for token, _ in items]
+    if found != wanted:
+        expanded = len(found) == sum(length for _, length in items) > len(items)
+        raise invalid(
+            f"the prompt's media placeholders are {_short(found)}, its {len(items)} media items want {_short(wanted)}; "
+            + ("it looks expanded already: " if expanded else "")
+            + "send one placeholder an item, unexpanded, in the order of the items"
+        )
+    ids: list[int] = []
+    ranges: list[tuple[int, int]] = []
+    for token in token_ids:
+        length = items[len(ranges)][1] if token in placeholders else 1
+        if token in placeholders:
+            ranges.append((len(ids), length))
+        ids.extend([token] * length)
+    return ids, ranges
+
+
+def _short(tokens: Sequence[int]) -> str:
+    shown = ", ".join(map(str, tokens[:6]))
+    return f"[{shown}, ... {len(tokens)} in all]" if len(tokens) > 6 else f"[{shown}]"

@@ -55,7 +55,11 @@ def whole_app() -> typer.Typer:
     for point in sorted(entry_points(group="omnifleet.services"), key=lambda p: p.name):
         app.add_typer(_load(point), name=point.name, rich_help_panel="Single services")
     for point in sorted(entry_points(group="omnifleet.commands"), key=lambda p: p.name):
-        app.command(point.name, rich_help_panel="More")(_load(point))
+        brought = _load(point)
+        if isinstance(brought, typer.Typer):
+            app.add_typer(brought, name=point.name, rich_help_panel="More")
+        else:
+            app.command(point.name, rich_help_panel="More")(brought)
     return app
 
 

@@ -152,6 +152,9 @@ class TrainerConfig(StrictModel):
     """Steps between checkpoints."""
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that stay on disk."""
+    ledger_payload_steps: int | None = Field(None, ge=1)
+    """Steps whose tokens and texts the ledger keeps; older ones keep their rows (reward, versions, digests) only.
+    Default: all. What a kept checkpoint may need stays."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @model_validator(mode="after")

@@ -73,15 +73,29 @@ class MediaConfig(StrictModel):
     http_listen: str = "127.0.0.1:0"
     """HTTP address for uploads, previews, health and metrics."""
     store: Path | None = None
-    """Folder of the disk tier and the index; default: the run's folder."""
+    """Folder of the disk tier and the embedded index; default: the run's folder. Services of one host may share it."""
+    memory_bytes: int = Field(64 << 20, gt=0)
+    """Maps of blobs that the service keeps open for streaming."""
     shared_memory: Path = Path("/dev/shm")
     """Where same-host readers map objects from; one sub-folder a service."""
     shared_memory_bytes: int = Field(1 << 30, gt=0)
     """Size of the shared-memory tier."""
+    shared_memory_readers: Literal["user", "everyone"] = "user"
+    """Who may map objects: processes of the service's own user, or every user of the host. Only the service writes."""
+    shared_memory_when: Literal["put", "read"] = "put"
+    """When content enters shared memory: as it is stored, or when a reader of this host first asks for it."""
     disk_bytes: int = Field(20 << 30, gt=0)
     """Size of the disk tier; unleased, least recently used content goes first."""
-    index: str = "sqlite"
-    """`sqlite`, or a Redis address redis://HOST:PORT/DB."""
+    object_store: str = ""
+    """A URL that fsspec opens, e.g. s3://BUCKET/media or file:///mnt/media, below the disk; default: none.
+
+    Content that leaves the disk then stays there; its size is left to the store's own rules."""
+    object_store_options: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Arguments of the fsspec file system."""
+    object_store_when: Literal["put", "durable"] = "put"
+    """When content is uploaded: before any put is acknowledged, or for `durable` acknowledgements and before eviction."""
+    index: str = Field("sqlite", pattern=r"^(sqlite|(redis|rediss|unix)://.+)$")
+    """`sqlite`, or a Redis address redis://HOST:PORT/DB (rediss:// for TLS, unix:// for a socket)."""
     decoders: int = Field(1, ge=1)
     """Decoder processes."""
     processors: tuple[str, ...] = (
@@ -101,6 +115,29 @@ class MediaConfig(StrictModel):
     """By run."""
 
 
+class EndpointConfig(StrictModel):
+    """A service that scorers may ask: an OpenAI chat completions address for `judge`, any other for `remote`."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Address that is posted to, e.g. https://HOST/v1/chat/completions."""
+    model: str = ""
+    """Name of the model, for `judge`."""
+    key_env: str = ""
+    """Environment variable that holds the bearer key; empty = none is sent."""
+    concurrency: int = Field(8, ge=1)
+    """Requests at once."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for one answer."""
+    attempts: int = Field(4, ge=1)
+    """Requests for one score before its item is unscorable."""
+    budget_calls: int = Field(100_000, ge=0)
+    """Requests that the run may make in all, over restarts; then items are unscorable."""
+    budget_tokens: int | None = Field(None, ge=0)
+    """Tokens that the run may use in all, as the endpoint counts them; default: no limit."""
+    cached: bool = True
+    """Ask the same thing once only."""
+
+
 class RewardConfig(StrictModel):
     """Versioned scorers in a process pool."""
 
@@ -118,6 +155,12 @@ class RewardConfig(StrictModel):
     """Items that may wait; more are refused with retry advice."""
     modules: tuple[str, ...] = ()
     """Modules whose functions may be used as `module:function` scorers."""
+    endpoints: dict[str, EndpointConfig] = Field(default_factory=dict)
+    """Services that the scorers `judge` and `remote` may ask, by name; no other address is ever called."""
+    answers: Path | None = None
+    """File with their answers and what was spent; default: answers.sqlite in the run's folder."""
+    answers_kept: int = Field(100_000, gt=0)
+    """Answers that stay in it; the oldest go first."""
 
 
 class GatewayConfig(StrictModel):
@@ -195,6 +238,13 @@ class EngineConfig(StrictModel):
     """Most clips in one prompt."""
     processor_cache_gb: float = Field(1.0, ge=0)
     """vLLM's own cache of processed media, GiB."""
+    media_tokens: Literal["stop", "ban"] = "stop"
+    """A media placeholder that the model itself would write: `stop` ends the reply with it and leaves the distribution as the
+    trainer computes it; `ban` makes it impossible, as conversations of several turns need."""
+    return_routed_experts: bool = False
+    """Return which experts each token went to (router replay). Mixture-of-experts models on GPU."""
+    return_sampling_mask: bool = False
+    """Return which tokens top-k and top-p left to choose from, at each token. vLLM 0.32 on GPU."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; default: all."""
 

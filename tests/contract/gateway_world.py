@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from omnifleet.address import token_digest
 from omnifleet.auth import OPEN, Scope, Tokens
@@ -49,8 +51,42 @@ def token(seed: int, position: int) -> int:
     return 40 + (seed * 31 + position * 7) % 50
 
 
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>{% elif p.type == 'video' %}<|video_pad|>"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>")
+IM_END = 257
+
+
+def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> Path:
+    """A checkpoint folder without weights: one token a byte, then SPECIAL from 256 on, then merges; a chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    vocabulary |= {name: 256 + i for i, name in enumerate(SPECIAL)}
+    vocabulary |= {left + right: 260 + i for i, (left, right) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {"model_type": "qwen2_vl", "image_token_id": 258, "video_token_id": 259}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END, 7]}))
+    return folder
+
+
 class ScriptedWorker(rollout_pb2_grpc.RolloutServicer):
-    """Speaks the worker's side of the contract. `go`: one permit a token; `refuse`: raised before the first event."""
+    """Speaks the worker's side of the contract. `go`: one permit a token; `refuse`: raised before the first event.
+
+    replies: token ids of the next replies, which end with `stop`; without one, `token` until max_tokens.
+    """
 
     def __init__(
         self, id: str, version: WeightVersion, *, max_running: int = 4, paused: bool = False
@@ -59,6 +95,7 @@ class ScriptedWorker(rollout_pb2_grpc.RolloutServicer):
         self.go = asyncio.Semaphore(0 if paused else 1 << 30)
         self.refuse: list[OmnifleetError] = []
         self.fail_at: dict[int, OmnifleetError] = {}
+        self.replies: list[Sequence[int]] = []
         self.requests: list[rollout_pb2.GenerateRequest] = []
         self.said = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -95,24 +132,28 @@ class ScriptedWorker(rollout_pb2_grpc.RolloutServicer):
             worker=self.id,
             logprobs_mode="processed",
             media=request.media,
+            engine="scripted 1",
+            processor_fingerprints=["f" * 64 for _ in request.media],
+            max_tokens=request.sampling.max_tokens,
         )
         yield rollout_pb2.GenerateEvent(prompt=echo)
         spans = spans_from_wire(request.continuation.spans)
-        for position in range(len(request.continuation.token_ids), request.sampling.max_tokens):
+        script = self.replies.pop(0) if self.replies else None
+        end = request.sampling.max_tokens if script is None else len(script)
+        for position in range(len(request.continuation.token_ids), end):
             await self.go.acquire()
             if position in self.fail_at:
                 raise self.fail_at.pop(position)
             span = VersionSpan(self.version, position, position + 1, self.id)
             spans.append(span)
             chunk = rollout_pb2.TokenChunk(
-                token_ids=[token(request.sampling.seed, position)],
+                token_ids=[token(request.sampling.seed, position) if script is None else script[position]],
                 logprobs=[-0.5],
                 spans=spans_to_wire([span]),
             )
             yield rollout_pb2.GenerateEvent(chunk=chunk)
-        done = rollout_pb2.Finished(
-            finish_reason="length", spans=spans_to_wire(spans), tokens=request.sampling.max_tokens
-        )
+        reason = "length" if script is None else "stop"
+        done = rollout_pb2.Finished(finish_reason=reason, spans=spans_to_wire(spans), tokens=end)
         yield rollout_pb2.GenerateEvent(finished=done)
 
     async def ScoreTokens(self, request: rollout_pb2.ScoreTokensRequest, context: Any) -> Any:

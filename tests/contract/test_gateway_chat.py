@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from omnifleet.auth import OPEN, Scope, Tokens
 from omnifleet.client.media import MediaClient
@@ -21,34 +20,15 @@ from omnifleet.types import Identity, MediaKind
 from omnifleet_rollout.gateway.dialects.serving import Stream
 from omnifleet_rollout.gateway.media_in import MediaIn
 from omnifleet_rollout.gateway.renderer import Renderer, RendererLoader
-from tests.contract.gateway_world import PICTURE, World, token, until, v, world
+from tests.contract.gateway_world import PICTURE, World, token, until, v, world, write_tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 PNG = "data:image/png;base64," + base64.b64encode(b"any bytes: the media service decodes").decode()
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint folder without weights: one token a byte, and a chat template."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ("<|im_start|>", "<|im_end|>", "<|image_pad|>")
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    image_token = tokenizer.token_to_id("<|image_pad|>")
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_vl", "image_token_id": image_token}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 7]}))
-    return folder
+    """A checkpoint folder without weights."""
+    return write_tokenizer(tmp_path_factory.mktemp("checkpoint"))
 
 
 @asynccontextmanager

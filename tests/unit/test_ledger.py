@@ -174,3 +174,69 @@ def test_rows_say_where_each_token_came_from(ledger: SqliteLedger, tmp_path: Pat
     with pytest.raises(OmnifleetError, match="ready, consumed, expired"):
         list(reader.rows(state="eaten"))
     assert reader.outcomes() == {"scored": 1}
+
+
+def _consume(ledger: SqliteLedger, step: int) -> str:
+    lease = _lease(ledger)
+    ledger.record_group(lease, group_of(lease, versions=(step - 1,)))
+    ledger.consume([lease.attempt], step=step, version=step - 1)
+    return lease.attempt
+
+
+def test_retention_empties_payloads_and_keeps_the_account(ledger: SqliteLedger, tmp_path: Path) -> None:
+    old, young = _consume(ledger, 1), _consume(ledger, 2)
+    before = ledger.counts()
+    assert ledger.forget_payloads(before_step=2) == 1
+    assert ledger.forget_payloads(before_step=2) == 0
+    assert ledger.counts() == before
+    with pytest.raises(OmnifleetError, match="retention"):
+        ledger.load_group(old)
+    assert ledger.load_group(young).trajectories
+    row = next(row for row in LedgerReader(tmp_path / "ledger.sqlite").rows() if row.group == old)
+    assert (row.reward, row.reward_version, row.media_digests) == (1.0, "exact@1", "ab" * 32)
+    assert [(s.version.number, s.start, s.end, s.worker) for s in row.spans] == [(0, 0, 1, "worker-0")]
+    assert row.identity.prompt_id == "p0" and row.as_json()["reward"] == 1.0
+
+
+def test_a_rollback_past_what_retention_took_asks_the_prompt_again(ledger: SqliteLedger) -> None:
+    _consume(ledger, 1)
+    ledger.forget_payloads(before_step=2)
+    ledger.roll_back_to(0, "b")
+    assert ledger.ready() == [] and ledger.counts().lost == 0
+    assert _lease(ledger).prompt_id == "p0"
+
+
+def test_a_ledger_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    SqliteLedger(path, owner="me").close()
+    db = sqlite3.connect(path)
+    for table, column in (("groups", "media"), ("trajectories", "reward_version"), ("trajectories", "spans")):
+        db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    db.execute("DROP TABLE weights")
+    db.execute("PRAGMA user_version = 1")
+    db.commit()
+    db.close()
+    ledger = SqliteLedger(path, owner="me")
+    ledger.roll_back_to(0, "a")
+    ledger.add_epoch(0, ["p0"])
+    lease = _lease(ledger)
+    ledger.record_group(lease, group_of(lease))
+    assert ledger.load_group(lease.attempt).prompt_id == "p0"
+    ledger.close()
+
+
+def test_one_select_of_ones_own_and_nothing_else(ledger: SqliteLedger, tmp_path: Path) -> None:
+    _consume(ledger, 1)
+    reader = LedgerReader(tmp_path / "ledger.sqlite")
+    names, rows = reader.select("SELECT reward_version, count(*) AS n FROM trajectories GROUP BY 1")
+    assert (names, rows) == (["reward_version", "n"], [("exact@1", 2)])
+    for statement in (
+        "DELETE FROM trajectories",
+        "SELECT nothing FROM nowhere",
+        "",
+        "PRAGMA user_version = 7",
+    ):
+        with pytest.raises(OmnifleetError) as refusal:
+            reader.select(statement)
+        assert refusal.value.reason is Reason.INVALID_REQUEST
+    assert ledger.counts().trajectories == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -16,8 +17,9 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.store import files
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.disk import DiskTier
+from omnifleet_media.store.gate import Gate
 from omnifleet_media.store.shared import SharedTier
-from omnifleet_media.store.tiers import Store
+from omnifleet_media.store.tiers import Policy, Store
 
 
 def blob_of(data: bytes) -> Blob:
@@ -106,7 +108,8 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
     with pytest.raises(OmnifleetError) as caught:
         put(store, b"hello")
     assert (caught.value.reason, caught.value.knob) == (Reason.DISK_FULL, "media.store")
-    assert [p for p in (tmp_path / "blobs").rglob("*") if p.is_file()] == [tmp_path / "blobs" / "lock"]
+    assert not [p for p in (tmp_path / "blobs").rglob(blob_of(b"hello").digest)]
+    assert not list((tmp_path / "blobs").rglob(".part-*"))
     assert store.disk.used == 0
 
 
@@ -125,15 +128,6 @@ def test_a_flipped_bit_on_disk_is_never_served(store: Store) -> None:
     assert bytes(store.open(put(store, b"hello"))) == b"hello"
 
 
-def test_what_is_being_written_is_not_removed(store: Store) -> None:
-    blob = put(store, b"hello")
-    with store.pinned([blob]):
-        assert store.remove(*blob.key) == 0
-        assert store.has(blob)
-    assert store.remove(*blob.key) == 5
-    assert not store.has(blob)
-
-
 def test_readers_keep_their_map_when_a_blob_goes(store: Store) -> None:
     blob = put(store, b"hello")
     view = store.open(blob)
@@ -144,20 +138,151 @@ def test_readers_keep_their_map_when_a_blob_goes(store: Store) -> None:
 def test_a_store_counts_what_it_finds_and_clears_what_was_half_written(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path)
     disk.write(blob_of(b"hello"), b"hello")
-    (tmp_path / "incoming" / ".part-1-1").write_bytes(b"hal")
     disk.close()
+    dead = tmp_path / "incoming" / "writer-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / ".part-1").write_bytes(b"hal")
+    (tmp_path / "usage").write_bytes(bytes([99] * 8))  # whatever a killed writer left
     again = DiskTier(tmp_path)
     assert again.used == 5
-    assert not list((tmp_path / "incoming").iterdir())
+    assert not dead.exists()
+    assert again.id
     again.close()
 
 
-def test_two_services_can_not_share_a_store(tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path)
-    with pytest.raises(OmnifleetError) as caught:
-        DiskTier(tmp_path)
-    assert (caught.value.reason, caught.value.knob) == (Reason.CONFLICT, "media.store")
-    disk.close()
+def test_services_share_a_store_and_its_count(tmp_path: Path) -> None:
+    one, two = DiskTier(tmp_path), DiskTier(tmp_path)
+    one.write(blob_of(b"hello"), b"hello")
+    two.write(blob_of(b"hello"), b"hello")
+    two.write(blob_of(b"worlds"), b"worlds")
+    assert one.used == two.used == 11
+    assert one.id == two.id
+    assert one.remove(*blob_of(b"worlds").key) == 6
+    assert two.remove(*blob_of(b"worlds").key) == 0
+    assert two.used == 5
+    one.close()
+    three = DiskTier(tmp_path)  # not alone: it takes the count as it is
+    assert three.used == 5
+    two.close()
+    three.close()
+
+
+def test_two_writers_of_one_blob_count_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = DiskTier(tmp_path), DiskTier(tmp_path)
+    blob = blob_of(b"hello")
+    real = os.link
+
+    def link(source: Path, target: Path) -> None:
+        monkeypatch.setattr(files.os, "link", real)
+        two.write(blob, b"hello")  # overtakes at the last moment
+        real(source, target)
+
+    monkeypatch.setattr(files.os, "link", link)
+    one.write(blob, b"hello")
+    assert one.used == 5
+    assert bytes(two.open(blob)) == b"hello"
+    one.close()
+    two.close()
+
+
+async def test_a_remover_waits_for_writers_and_is_not_overtaken(tmp_path: Path) -> None:
+    gate, other = Gate(tmp_path), Gate(tmp_path)
+    seen: list[str] = []
+    first_in, first_out = asyncio.Event(), asyncio.Event()
+
+    async def write(name: str, inside: asyncio.Event, until: asyncio.Event) -> None:
+        async with gate.writing():
+            seen.append(name)
+            inside.set()
+            await until.wait()
+
+    async def remove() -> None:
+        async with other.removing():
+            seen.append("removed")
+
+    one = asyncio.create_task(write("one", first_in, first_out))
+    await first_in.wait()
+    async with gate.writing():  # writers pass together
+        pass
+    removing = asyncio.create_task(remove())
+    while not _locked(tmp_path / "turn"):  # noqa: ASYNC110 - the remover has its turn, it is next
+        await asyncio.sleep(0)
+    done = asyncio.Event()
+    done.set()
+    late = asyncio.create_task(write("late", asyncio.Event(), done))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert seen == ["one"]
+    first_out.set()
+    await asyncio.gather(one, removing, late)
+    assert seen == ["one", "removed", "late"]
+
+
+def _locked(path: Path) -> bool:
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+async def test_a_cancelled_writer_lets_the_gate_go(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    async with gate.writing():
+        waiting = asyncio.create_task(_pass(gate))
+        while not _locked(tmp_path / "turn"):  # noqa: ASYNC110 - no event tells of a file lock
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    async with asyncio.timeout(10):
+        await _pass(gate)
+
+
+async def _pass(gate: Gate) -> None:
+    async with gate.removing():
+        pass
+
+
+def test_a_blob_that_readers_mark_stays_in_shared_memory(store: Store) -> None:
+    first, second = put(store, bytes([1]) * 400), put(store, bytes([2]) * 400)
+    path = store.shared.path(first)
+    assert path is not None
+    store.shared.path(second)  # the service itself used the second one last
+    os.utime(path, ns=(2**62, 2**62))
+    put(store, bytes([3]) * 400)
+    assert store.shared.path(first) is not None
+    assert store.shared.path(second) is None
+
+
+def test_bytes_that_changed_in_shared_memory_are_not_served(store: Store) -> None:
+    blob = put(store, b"hello")
+    path = store.shared.path(blob)
+    assert path is not None
+    path.chmod(0o600)
+    path.write_bytes(b"hellp")
+    assert bytes(store.open(blob)) == b"hello"
+    assert not path.exists()
+
+
+def test_other_users_may_map_only_where_it_is_said(tmp_path: Path) -> None:
+    tier = SharedTier(tmp_path, 100, for_everyone=True)
+    blob = blob_of(b"hello")
+    path = tier.write(blob, memoryview(b"hello"))
+    assert path is not None
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (tier.root, path.parent, path)] == [0o755, 0o755, 0o444]
+    tier.close()
+
+
+def test_content_enters_shared_memory_when_the_policy_says(tmp_path: Path) -> None:
+    disk, shared = DiskTier(tmp_path / "blobs"), SharedTier(tmp_path / "shm", 1000)
+    store = Store(disk, shared, policy=Policy(share_on_put=False))
+    blob = put(store, b"hello")
+    assert shared.path(blob) is None
+    assert store.map_path(blob) is not None
+    assert shared.path(blob) is not None
+    store.close()
 
 
 def test_folders_of_dead_services_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:

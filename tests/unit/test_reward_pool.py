@@ -14,6 +14,7 @@ from omnifleet.config.recipe import ScorerConfig
 from omnifleet.config.services import RewardConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.telemetry.counters import Counters
+from omnifleet_reward.assembly import reward_service
 from omnifleet_reward.pool import Pool
 from omnifleet_reward.registry import Registry
 from omnifleet_reward.scorer import Reply
@@ -81,8 +82,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 async def serving(module: str, **settings: float) -> AsyncIterator[tuple[RewardService, Counters]]:
     config = RewardConfig.model_validate({"modules": [module], **settings})
     counters = Counters("reward")
-    async with Pool(config, counters) as pool:
-        yield RewardService(config, Registry(config.modules), pool, counters), counters
+    async with reward_service(config, counters) as service:
+        yield service, counters
 
 
 async def scores(
@@ -114,7 +115,7 @@ async def test_a_bad_item_is_unscorable_and_fails_no_other(module: str) -> None:
         assert "KeyError: 'missing'" in messages[0] and "nan" in messages[1]
         assert "exit code 7" in messages[3] and "SIGKILL" in messages[5]
         assert counters.count("items_unscorable") == counters.count("items_unscorable_internal") == 6
-        assert counters.count("processes_started") == 4  # the first and one for each of exit, quit, kill
+        assert counters.count("processes_replaced") == 3  # for each of exit, quit, kill
 
 
 @pytest.mark.parametrize("order", ["hang", "tower"])

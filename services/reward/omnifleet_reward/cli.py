@@ -92,16 +92,10 @@ async def _score(response: str, ground_truth: str, scorers: list[str], modules: 
 
     from omnifleet.config.services import RewardConfig
     from omnifleet.telemetry.counters import Counters
-    from omnifleet_reward.pool import Pool
-    from omnifleet_reward.registry import Registry
+    from omnifleet_reward.assembly import reward_service
     from omnifleet_reward.scorer import Reply
-    from omnifleet_reward.service import RewardService
 
-    config = RewardConfig(modules=modules)
-    counters = Counters("reward")
-    registry = Registry(modules)
-    async with Pool(config, counters) as pool:
-        service = RewardService(config, registry, pool, counters)
+    async with reward_service(RewardConfig(modules=modules), Counters("reward")) as service:
         configs = [_scorer(text) for text in scorers]
         (scored,), version = await service.score(configs, [Reply(response, ground_truth)])
     if scored.error is not None:

@@ -9,8 +9,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from omnifleet.address import canonical_json, digest_bytes
+from omnifleet.types import Mark
 from omnifleet_reward.scorer import Scorer, Verdict
 
+_SEVERITY = list(Mark)
 _DIGITS = 12  # weights that differ by float rounding only are the same reward
 
 
@@ -46,7 +48,11 @@ class Reward:
         return f"{labels}#{digest_bytes(canonical_json(body), 'reward')[:16]}"
 
     def total(self, verdicts: Sequence[Verdict]) -> Verdict:
-        """score = Σ weight · score; correct = AND over the verdicts with an opinion (NeMo RL's combined reward)."""
+        """score = Σ weight · score; correct = AND over the verdicts with an opinion (NeMo RL's combined reward).
+
+        mark: the worst of the verdicts'.
+        """
         score = sum(term.weight * verdict.score for term, verdict in zip(self.terms, verdicts, strict=True))
         opinions = [verdict.correct for verdict in verdicts if verdict.correct is not None]
-        return Verdict(score, all(opinions) if opinions else None)
+        mark = max((verdict.mark for verdict in verdicts), key=_SEVERITY.index, default=Mark.SCORED)
+        return Verdict(score, all(opinions) if opinions else None, mark)

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,7 +88,8 @@ class Registry:
         scorer = None if key.startswith("_") else _scorer_in(module, module_name, key)
         if scorer is None:
             raise invalid(
-                f"scorer {name!r}: {module_name} has no public scorer function {key!r}",
+                f"scorer {name!r}: {module_name} has no public scorer function {key!r} (coroutines are none: "
+                "let a Scorer with `ask`, or the scorer `remote`, wait for other services)",
                 reason=Reason.NOT_FOUND,
             )
         return [scorer]
@@ -107,8 +109,10 @@ def _scorer_in(module: ModuleType, module_name: str, key: str) -> Scorer | None:
     found = vars(module).get(key)
     name = f"{module_name}:{key}"
     if isinstance(found, Scorer):
-        return Scorer(name, found.version, found.doc, found.judge, found.params, found.examples)
+        return replace(found, name=name)
     if not inspect.isfunction(found) or found.__module__ != module.__name__:
+        return None
+    if inspect.iscoroutinefunction(found):  # it would hold a scorer process while it waits
         return None
     doc = (inspect.getdoc(found) or "").partition("\n")[0]
     return Scorer(name, _source_version(module), doc, _plain(found))

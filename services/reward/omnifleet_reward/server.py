@@ -21,16 +21,22 @@ from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.http import http_serving, make_app
 from omnifleet.service import load_section, load_tokens, until_stopped, write_record
 from omnifleet.telemetry.counters import Counters
+from omnifleet.types import Mark
 from omnifleet.wire import common_pb2, reward_pb2, reward_pb2_grpc
 from omnifleet.wire.codec import counters_to_wire
 from omnifleet.wire.errors import to_detail
 from omnifleet.wire.server import INSTANCE, MESSAGE_BYTES, handshake, serving
-from omnifleet_reward.pool import Pool
-from omnifleet_reward.registry import Registry
+from omnifleet_reward.assembly import reward_service
 from omnifleet_reward.scorer import Reply
 from omnifleet_reward.service import RewardService, Scored
 
 log = logging.getLogger("omnifleet.reward")
+_MARKS = {
+    Mark.SCORED: reward_pb2.MARK_SCORED,
+    Mark.UNPARSEABLE: reward_pb2.MARK_UNPARSEABLE,
+    Mark.TIMEOUT: reward_pb2.MARK_TIMEOUT,
+    Mark.CRASHED: reward_pb2.MARK_CRASHED,
+}
 Model = TypeVar("Model", bound=StrictModel)
 
 
@@ -46,9 +52,7 @@ async def serve(
     config = load_section(run_dir, "reward_service", RewardConfig, overrides)
     tokens = load_tokens(run_dir, tokens_file)
     counters = Counters("reward")
-    registry = Registry(config.modules)
-    async with Pool(config, counters) as pool:
-        service = RewardService(config, registry, pool, counters)
+    async with reward_service(config, counters, run_dir=run_dir) as service:
         app = make_http(service, counters, tokens)
         rpc = RewardRpc(service, counters)
         async with (
@@ -139,6 +143,7 @@ def _reply(item: reward_pb2.ScoreItem) -> Reply:
         prompt=item.prompt,
         media=tuple(ref.digest for ref in item.media),
         extra=_mapping(item.extra_json, f"items[{item.id}].extra_json"),
+        prompt_suffix=item.prompt_suffix,
     )
 
 
@@ -163,14 +168,22 @@ def _mapping(text: str, field: str) -> dict[str, Any]:
 
 
 def _item(item_id: str, scored: Scored) -> reward_pb2.ItemScore:
+    total = scored.total
     if scored.error is not None:
-        return reward_pb2.ItemScore(id=item_id, error=to_detail(scored.error))
+        return reward_pb2.ItemScore(id=item_id, error=to_detail(scored.error), mark=_MARKS[total.mark])
     components = [
-        reward_pb2.ComponentScore(scorer=label, score=verdict.score, correct=verdict.correct)
+        reward_pb2.ComponentScore(
+            scorer=label, score=verdict.score, correct=verdict.correct, mark=_MARKS[verdict.mark]
+        )
         for label, verdict in scored.components
     ]
-    total = scored.total
-    return reward_pb2.ItemScore(id=item_id, score=total.score, correct=total.correct, components=components)
+    return reward_pb2.ItemScore(
+        id=item_id,
+        score=total.score,
+        correct=total.correct,
+        components=components,
+        mark=_MARKS[total.mark],
+    )
 
 
 class HttpItem(StrictModel):
@@ -182,6 +195,7 @@ class HttpItem(StrictModel):
     prompt: str = ""
     media: tuple[str, ...] = ()
     extra: dict[str, Any] = Field(default_factory=dict)
+    prompt_suffix: str = ""
 
 
 class HttpScore(StrictModel):
@@ -201,7 +215,7 @@ def make_http(service: RewardService, counters: Counters, tokens: Tokens) -> Fas
         _authenticate(request, tokens)
         body = _checked(HttpScore, await _json_body(request), "body")
         replies = [
-            Reply(item.response, item.ground_truth, item.prompt, item.media, item.extra)
+            Reply(item.response, item.ground_truth, item.prompt, item.media, item.extra, item.prompt_suffix)
             for item in body.items
         ]
         scored, version = await service.score(body.scorers, replies, body.item_timeout_ms / 1000)
@@ -230,12 +244,15 @@ def _http_item(item_id: str, scored: Scored) -> dict[str, Any]:
             "retryable": error.retryable,
             "knob": error.knob,
         }
-        return {"id": item_id, "score": None, "error": told}
-    components = {label: {"score": v.score, "correct": v.correct} for label, v in scored.components}
+        return {"id": item_id, "score": None, "mark": scored.total.mark, "error": told}
+    components = {
+        label: {"score": v.score, "correct": v.correct, "mark": v.mark} for label, v in scored.components
+    }
     return {
         "id": item_id,
         "score": scored.total.score,
         "correct": scored.total.correct,
+        "mark": scored.total.mark,
         "components": components,
     }
 

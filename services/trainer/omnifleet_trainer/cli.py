@@ -1,28 +1,17 @@
-"""`omnifleet trainer`: train a run, look into its ledger."""
+"""`omnifleet trainer`: train a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from omnifleet_trainer.ledger import LedgerReader
-
 app = typer.Typer(
-    no_args_is_help=True, help="Trainer service: the asynchronous loop, the policy, the ledger."
+    no_args_is_help=True, help="Trainer service: the asynchronous loop and the policy. Its account: `omnifleet ledger`."
 )
-ledger = typer.Typer(no_args_is_help=True, help="The account of a run: what was leased, scored, trained on.")
-app.add_typer(ledger, name="ledger")
 
 RunDir = Annotated[Path, typer.Option(help="Run folder: recipe, tokens, ledger, checkpoints, metrics.")]
-State = Annotated[str, typer.Option(help="Only trajectories that are ready, consumed or expired.")]
-Lineage = Annotated[str, typer.Option(help="Only trajectories of this lineage.")]
-LedgerFile = Annotated[
-    Path | None,
-    typer.Option("--file", help="A ledger file, e.g. the copy in a checkpoint. Default: the run's."),
-]
 
 
 @app.command()
@@ -84,46 +73,3 @@ def serve(
         # 1: starting it again may help, 2: it cannot
         raise typer.Exit(1 if error.retryable else 2) from None
     raise typer.Exit(status)
-
-
-@ledger.command()
-def query(run_dir: RunDir = Path(), file: LedgerFile = None) -> None:
-    """Print the account as one JSON object; status 1 if a prompt was lost or trained on twice."""
-    import json
-    from dataclasses import asdict
-
-    reader = _reader(run_dir, file)
-    counts = asdict(reader.counts())
-    typer.echo(json.dumps({**counts, "outcomes": reader.outcomes()}, indent=1))
-    if counts["consumed_twice"] or counts["lost"]:
-        raise typer.Exit(1)
-
-
-@ledger.command()
-def export(
-    run_dir: RunDir = Path(),
-    file: LedgerFile = None,
-    state: State = "",
-    lineage: Lineage = "",
-    limit: Annotated[int, typer.Option(help="Most trajectories; -1 = all.")] = -1,
-) -> None:
-    """Print trajectories as JSON lines: tokens, logprobs, version spans, media, reward and its components, step."""
-    import json
-
-    from omnifleet.errors import OmnifleetError
-
-    try:
-        for row in _reader(run_dir, file).rows(lineage=lineage, state=state, limit=limit):
-            typer.echo(json.dumps(row.as_json(), ensure_ascii=False))
-    except OmnifleetError as error:
-        raise SystemExit(f"omnifleet: {error}") from None
-
-
-def _reader(run_dir: Path, file: Path | None) -> LedgerReader:
-    from omnifleet.errors import OmnifleetError
-    from omnifleet_trainer.ledger import LedgerReader
-
-    try:
-        return LedgerReader(file or run_dir / "ledger.sqlite")
-    except OmnifleetError as error:
-        raise SystemExit(f"omnifleet: {error}") from None

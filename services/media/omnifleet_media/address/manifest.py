@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 from omnifleet.address import manifest_bytes, media_digest
 from omnifleet.types import Digest, MediaKind, MediaRef
 
+_SAMPLE_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class MediaObject:
-    """Frames in order, all `width` x `height`; timestamps in whole microseconds, for clips only. facts: of its first source."""
+    """Frames in order, all `width` x `height`; timestamps in whole microseconds, for clips only. facts: of its first source.
+
+    Audio has one frame, its track: `width` samples at `height` a second.
+    """
 
     kind: MediaKind
     frames: tuple[Digest, ...]
@@ -37,13 +42,21 @@ class MediaObject:
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of one canonical frame."""
-        return self.width * self.height * 3
+        """Bytes of one canonical frame, or of the track."""
+        return _SAMPLE_BYTES * self.width if self.kind is MediaKind.AUDIO else 3 * self.width * self.height
 
     @property
     def bytes(self) -> int:
         """Bytes of the distinct canonical frames."""
         return self.frame_bytes * len(set(self.frames))
+
+
+def is_track(height: int, width: int, size: int) -> bool:
+    """Whether `size` bytes are a track of `width` samples at `height` a second, rather than a frame of height x width.
+
+    Never both: a frame has 3 x height x width bytes, a track 4 x width, and no rate is below 2.
+    """
+    return size == _SAMPLE_BYTES * width and size != 3 * height * width
 
 
 def timestamps_us(seconds: Sequence[float]) -> tuple[int, ...]:

@@ -35,6 +35,11 @@ class BlobName:
     kind: Kind
     digest: Digest
 
+    @property
+    def key(self) -> tuple[Kind, Digest]:
+        """Both parts."""
+        return (self.kind, self.digest)
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -19,9 +19,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet.types import Digest, Lease, MediaKind
+from omnifleet.types import Digest, Lease
 from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index import scripts
+from omnifleet_media.index.codec import object_facts, object_from
 from omnifleet_media.index.port import BlobName, Entry, Kind, SegmentRecord, Unit
 
 log = logging.getLogger("omnifleet.media")
@@ -155,7 +156,7 @@ class RedisIndex:
 
     async def read_object(self, media: Digest) -> MediaObject | None:
         body = await self._do(lambda: self._redis.hget(f"{_PREFIX}o:{media}", "body"))
-        return _object(body) if body else None
+        return object_from(json.loads(body)) if body else None
 
     async def read_frame(self, frame: Digest) -> tuple[int, int] | None:
         found = await self._do(lambda: self._redis.hrandfield(f"{_PREFIX}f:{frame}", 1, withvalues=True))
@@ -182,8 +183,9 @@ class RedisIndex:
     async def write_object(self, item: MediaObject, alias: Digest | None, used_ms: int) -> None:
         shape = f"{item.height} {item.width}"
         frames = dict.fromkeys(item.frames)
+        body = json.dumps(object_facts(item), separators=(",", ":"))
         await self._run(
-            scripts.WRITE_OBJECT, item.digest, alias or "", _body(item), shape, used_ms, item.bytes, *frames
+            scripts.WRITE_OBJECT, item.digest, alias or "", body, shape, used_ms, item.bytes, *frames
         )
 
     async def write_segment(self, record: SegmentRecord, used_ms: int) -> None:
@@ -276,22 +278,6 @@ class RedisIndex:
 
 def _pages(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     return (items[start : start + size] for start in range(0, len(items), size))
-
-
-def _body(item: MediaObject) -> str:
-    return json.dumps(asdict(item), separators=(",", ":"))
-
-
-def _object(body: str) -> MediaObject:
-    facts = json.loads(body)
-    return MediaObject(
-        **{
-            **facts,
-            "kind": MediaKind(facts["kind"]),
-            "frames": tuple(Digest(frame) for frame in facts["frames"]),
-            "timestamps_us": tuple(facts["timestamps_us"]),
-        }
-    )
 
 
 def _flat(pairs: Iterable[Any]) -> list[str]:

@@ -8,7 +8,9 @@ from omnifleet_media.address.contract import TRACK, DecodeContract, clip, still,
 from omnifleet_media.ingest.sniff import SourceType
 
 
-def contract_for(asked: media_pb2.DecodeContract, believed: MediaKind, found: SourceType) -> DecodeContract:
+def contract_for(
+    asked: media_pb2.DecodeContract, believed: MediaKind | None, found: SourceType
+) -> DecodeContract:
     """The contract for what the bytes are; the caller's belief matters where they can be more than one thing.
 
     A picture is a picture, except that an animated one in a video slot is a clip. A stream in an audio slot gives its

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnifleet.address import digest_bytes, frame_digest, media_digest, source_digest
+from omnifleet.address import digest_bytes, frame_digest, media_digest, source_digest, track_digest
 from omnifleet.types import Digest
+from omnifleet_media.address.manifest import is_track
 from omnifleet_media.index.port import Index, Kind, SegmentRecord
+from omnifleet_media.server.record import manifest_of
 from omnifleet_media.store.blob import Blob
 
 
 def frame_blob(digest: Digest, height: int, width: int) -> Blob:
-    """Canonical pixels, H x W x 3 bytes."""
+    """Canonical pixels, H x W x 3 bytes; or a track of W samples at H a second, 4 bytes each."""
 
     def measure(data: memoryview) -> Digest:
+        if is_track(height, width, len(data)):
+            return track_digest(np.frombuffer(data, "<f4"), height)
         if len(data) != height * width * 3:
             return Digest("")
         return frame_digest(np.frombuffer(data, np.uint8).reshape(height, width, 3))
@@ -23,7 +27,16 @@ def frame_blob(digest: Digest, height: int, width: int) -> Blob:
 
 def manifest_blob(digest: Digest) -> Blob:
     """Canonical JSON of a media object."""
-    return Blob(Kind.MANIFEST, digest, digest, lambda data: media_digest(bytes(data)), shared=False)
+    return Blob(Kind.MANIFEST, digest, digest, _manifest_digest, shared=False, body=manifest_of)
+
+
+def manifest_file(digest: Digest) -> Blob:
+    """The same blob, read with the facts that lie beside the manifest."""
+    return Blob(Kind.MANIFEST, digest, digest, _manifest_digest, shared=False)
+
+
+def _manifest_digest(data: memoryview) -> Digest:
+    return media_digest(bytes(manifest_of(data)))
 
 
 def source_blob(digest: Digest) -> Blob:

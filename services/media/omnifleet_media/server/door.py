@@ -12,6 +12,7 @@ from omnifleet.types import Lease
 from omnifleet_media.address.contract import DecodeContract
 from omnifleet_media.index.port import SegmentRecord
 from omnifleet_media.ingest.source import Intake, Source
+from omnifleet_media.server.cached_frames import with_files
 from omnifleet_media.server.fetch import Fetcher, check_declared
 from omnifleet_media.server.library import Library, Stored
 
@@ -54,6 +55,7 @@ class Door:
     def __init__(self, library: Library, fetcher: Fetcher, payload: PayloadMeter) -> None:
         self.library, self.payload = library, payload
         self._fetcher = fetcher
+        self._roots = library.config.sources.roots
         self._reserved = 0
 
     @property
@@ -89,7 +91,12 @@ class Door:
         if url:
             await self._fetcher.fetch(url, upload)
             self.library.counters.add("bytes_fetched", upload.received)
-        return upload.intake.finish()
+        source = await with_files(upload.intake.finish(), self._roots, self.library.config.limits.source_bytes)
+        extra = len(source.data) - upload.received
+        if extra > 0:  # the files of a frame manifest
+            self.reserve(extra)
+            upload.reserved += extra
+        return source
 
     async def put(
         self, boundary: str, source: Source, contract: DecodeContract, options: PutOptions

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy as np
 from omnifleet.address import (
     alias_key,
     digest_bytes,
-    frame_digest,
     processor_fingerprint,
     segment_key,
     source_digest,
@@ -36,10 +36,13 @@ from omnifleet_media.server.blobs import (
     find_blob,
     frame_blob,
     manifest_blob,
+    manifest_file,
     record_blob,
     segment_blob,
     source_blob,
 )
+from omnifleet_media.server.flights import Flights
+from omnifleet_media.server.record import Record, read_record, record_bytes
 from omnifleet_media.server.retention import Retention, now_ms
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.tiers import Store
@@ -48,16 +51,32 @@ log = logging.getLogger("omnifleet.media")
 
 _CONFIG_BYTES = 64 << 10
 _TRIES = 3
+_LOOK_S = 1.0
+Piece = tuple[Blob, bytes | memoryview]
 ContractOf = Callable[[SourceType], DecodeContract]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Outcome of a put. decoded: this call's source was decoded now, not found."""
+    """Outcome of a put. decoded: this call's source was decoded now, not found.
+
+    new_frames, new_bytes: frames that this put was the first to bring, and their canonical bytes.
+    """
 
     item: MediaObject
     source: Digest
     decoded: bool
+    new_frames: int = 0
+    new_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An object that was found or made, and what its making brought that was new."""
+
+    item: MediaObject
+    new_frames: int = 0
+    new_bytes: int = 0
 
 
 class Library:
@@ -76,7 +95,8 @@ class Library:
         self.config, self.store, self.index, self.retention = config, store, index, retention
         self.counters = counters
         self._decoder, self._processors = decoder, processors
-        self._decodes: SingleFlight[Digest, tuple[MediaObject, bool]] = SingleFlight()
+        self._flights = Flights(index)
+        self._decodes: SingleFlight[Digest, tuple[_Made, bool]] = SingleFlight()
         self._segments: SingleFlight[Digest, tuple[SegmentRecord, bool]] = SingleFlight()
 
     async def warm(self) -> None:
@@ -131,40 +151,36 @@ class Library:
     ) -> Stored:
         alias = alias_key(digest, contract.as_alias_part())
         joins = self._decodes.running(alias)
-        item, decoded = await self._decodes.do(
-            alias, lambda: self._find_or_make(alias, digest, source, contract)
+        made, decoded = await self._decodes.do(
+            alias,
+            lambda: self._flights.find_or_make(
+                alias, lambda: self._find(alias), lambda: self._make(alias, digest, source, contract)
+            ),
         )
+        item = made.item
         if joins or not decoded:
             self.counters.add("alias_hits")
             self.retention.used(Unit.OBJECT, item.digest)
             self.retention.used(Unit.SOURCE, digest)
         if durable:
             await self._make_durable(item, digest)
-        return Stored(item, digest, decoded and not joins)
+        if joins or not decoded:
+            return Stored(item, digest, False)
+        return Stored(item, digest, True, made.new_frames, made.new_bytes)
 
-    async def _find_or_make(
-        self, alias: Digest, digest: Digest, source: Source, contract: DecodeContract
-    ) -> tuple[MediaObject, bool]:
-        item = await self._find(alias)
-        if item is not None:
-            return item, False
-        return await self._make(alias, digest, source, contract), True
-
-    async def _find(self, alias: Digest) -> MediaObject | None:
+    async def _find(self, alias: Digest) -> _Made | None:
         """The object of an alias, if its bytes are here; a lost one is made again from the source."""
         media = await self.index.find_alias(alias)
         item = await self.index.read_object(media) if media else None
-        if item is None or not all(self.store.has(blob) for blob in _object_blobs(item)):
+        if item is None or not await self.holds(_object_blobs(item)):
             return None
-        return item
+        return _Made(item)
 
-    async def _make(
-        self, alias: Digest, digest: Digest, source: Source, contract: DecodeContract
-    ) -> MediaObject:
+    async def _make(self, alias: Digest, digest: Digest, source: Source, contract: DecodeContract) -> _Made:
         clip = await self._decoder.decode(source, contract)
         self.counters.add("decodes")
-        frames = await asyncio.to_thread(lambda: [frame_digest(frame) for frame in clip.frames])
-        height, width = clip.frames[0].shape[:2]
+        frames = await asyncio.to_thread(clip.digests)
+        width, height = clip.size
         item = MediaObject(
             kind=clip.kind,
             frames=tuple(frames),
@@ -173,19 +189,22 @@ class Library:
             timestamps_us=timestamps_us(clip.timestamps_s),
             facts={"mime": source.type.mime, "source_bytes": str(len(source.data)), **clip.facts},
         )
-        blobs = [frame_blob(frame, height, width) for frame in frames]
-        pieces: list[tuple[Blob, bytes | memoryview]] = [
-            (blob, np.ascontiguousarray(pixels).data.cast("B"))
-            for blob, pixels in zip(blobs, clip.frames, strict=True)
+        pixels = dict(zip(frames, clip.frames, strict=True))
+        pieces: list[Piece] = [
+            (frame_blob(frame, height, width), np.ascontiguousarray(array).data.cast("B"))
+            for frame, array in pixels.items()
         ]
-        pieces += [(manifest_blob(item.digest), item.manifest), (source_blob(digest), source.data)]
-        size = len(source.data)
-        await self._write(pieces, lambda: self._index_object(item, alias, digest, size))
-        return item
+        record = Record(item, alias, digest, len(source.data))
+        kept: list[Piece] = [
+            (manifest_blob(item.digest), record_bytes(record)),
+            (source_blob(digest), source.data),
+        ]
+        new = await self._write(pieces, kept, lambda: self._index_object(record))
+        return _Made(item, len(new), sum(new))
 
-    async def _index_object(self, item: MediaObject, alias: Digest, source: Digest, size: int) -> None:
-        await self.index.write_source(source, size, now_ms())
-        await self.index.write_object(item, alias, now_ms())
+    async def _index_object(self, record: Record) -> None:
+        await self.index.write_source(record.source, record.source_bytes, now_ms())
+        await self.index.write_object(record.item, record.alias, now_ms())
 
     async def _make_durable(self, item: MediaObject, source: Digest) -> None:
         blobs = [*_object_blobs(item), source_blob(source)]
@@ -193,22 +212,76 @@ class Library:
         await self.index.sync()
 
     async def _write(
-        self, pieces: list[tuple[Blob, bytes | memoryview]], commit: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Bytes first, then the index: a kill in between leaves orphans, never a promise without bytes."""
-        with self.store.pinned(blob for blob, _ in pieces):
-            await self.retention.make_room(
-                sum(len(data) for blob, data in pieces if not self.store.has(blob))
-            )
-            await asyncio.to_thread(self.store.write, pieces)
+        self, pieces: list[Piece], kept: list[Piece], commit: Callable[[], Awaitable[None]]
+    ) -> list[int]:
+        """Bytes first, then the index: a kill in between leaves orphans, never a promise without bytes.
+
+        Answers the sizes of those of `pieces` that were not here before; `kept` is written with them.
+        """
+        blobs = [*pieces, *kept]
+        await self.retention.make_room(
+            sum(len(data) for blob, data in blobs if not self.store.disk.has(blob))
+        )
+        async with self.store.gate.writing():
+            new = [len(data) for blob, data in pieces if not self.store.disk.has(blob)]
+            await asyncio.to_thread(self.store.write, blobs)
             await commit()
+        return new
+
+    # ------------------------------------------------------------------ an index that lost its memory
+
+    async def keep_index(self) -> None:
+        """See to it that the index knows what the store holds, until cancelled."""
+        while True:
+            try:
+                await self.recover()
+            except OmnifleetError as error:
+                log.warning("the index could not be told what the store holds: %s", error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def recover(self) -> int:
+        """Tell an index that is new, or was emptied, what the store holds; answers how many objects that were."""
+        disk = self.store.disk
+        if await self.index.knows_store(disk.id):
+            return 0
+        told = 0
+        for digest in await asyncio.to_thread(lambda: [d for _, d, _ in disk.walk(Kind.MANIFEST)]):
+            if await self.index.read_object(digest) is None and await self._restore(digest) is not None:
+                told += 1
+        await self.index.mark_store(disk.id)
+        if told:
+            log.warning(
+                "the index had lost its memory: told it %d objects from %s", told, disk.path("", Digest(""))
+            )
+        return told
+
+    async def _restore(self, digest: Digest) -> MediaObject | None:
+        """An object that the index does not know, from the record in its manifest's file; None if it is not whole."""
+        try:
+            data = await asyncio.to_thread(self.store.open, manifest_file(digest))
+        except OmnifleetError as error:
+            if error.reason in (Reason.MEDIA_LOST, Reason.CORRUPT):
+                return None
+            raise
+        record = read_record(data, digest)
+        if record is None:
+            return None
+        async with self.store.gate.writing():
+            if not await self.holds(_object_blobs(record.item)):
+                return None
+            if await self.holds([source_blob(record.source)]):
+                await self.index.write_source(record.source, record.source_bytes, now_ms())
+            await self.index.write_object(record.item, record.alias, now_ms())
+        self.counters.add("objects_restored")
+        return record.item
 
     # ------------------------------------------------------------------ out
 
     async def read(self, digest: Digest) -> MediaObject:
-        """A media object. Raises OmnifleetError(NOT_FOUND)."""
-        item = await self.index.read_object(digest)
+        """A media object. Raises OmnifleetError: NOT_FOUND; UNAVAILABLE while the index is told what is here."""
+        item = await self.index.read_object(digest) or await self._restore(digest)
         if item is None:
+            await self.retention.refuse_unless_known()
             raise OmnifleetError(
                 Reason.NOT_FOUND, f"no media object {digest or '(no digest given)'} is here; upload it"
             )
@@ -216,9 +289,10 @@ class Library:
         return item
 
     async def blob(self, kind: Kind, digest: Digest) -> Blob:
-        """A known blob. Raises OmnifleetError(NOT_FOUND)."""
+        """A known blob. Raises OmnifleetError: NOT_FOUND; UNAVAILABLE while the index is told what is here."""
         blob = await find_blob(self.index, kind, digest)
         if blob is None:
+            await self.retention.refuse_unless_known()
             raise OmnifleetError(Reason.NOT_FOUND, f"no {kind} {digest or '(no digest given)'} is here")
         return blob
 
@@ -236,6 +310,20 @@ class Library:
             return ""
         self.counters.add("shm_maps")
         return str(path)
+
+    async def map_file(self, blob: Blob) -> tuple[str, int] | None:
+        """(path, bytes) of a file that a same-host reader may map; None if the blob has to be streamed."""
+        path = await self.map_path(blob)
+        try:
+            return (path, os.stat(path).st_size) if path else None
+        except FileNotFoundError:
+            return None  # left shared memory since
+
+    async def holds(self, blobs: Iterable[Blob]) -> bool:
+        """Whether the bytes of all blobs are here, or in the object store."""
+        if self.store.objects is None:
+            return all(self.store.disk.has(blob) for blob in blobs)
+        return await asyncio.to_thread(lambda: all(self.store.has(blob) for blob in blobs))
 
     def has(self, blob: Blob | None) -> bool:
         """Whether a blob's bytes are here."""
@@ -271,19 +359,20 @@ class Library:
         work = {"class_name": class_name, "config": config, "config_json": config_json}
         joins = self._segments.running(key)
         record, made = await self._segments.do(
-            key, lambda: self._find_or_make_segment(ref.digest, key, fingerprint, work)
+            key,
+            lambda: self._flights.find_or_make(
+                key,
+                lambda: self._find_segment(key),
+                lambda: self._make_segment(ref.digest, key, fingerprint, work),
+            ),
         )
         self.retention.used(Unit.SEGMENT, key)
         self.counters.add("segments_served")
         return record, made and not joins
 
-    async def _find_or_make_segment(
-        self, media: Digest, key: Digest, fingerprint: Digest, work: Mapping[str, object]
-    ) -> tuple[SegmentRecord, bool]:
+    async def _find_segment(self, key: Digest) -> SegmentRecord | None:
         record = await self.index.read_segment(key)
-        if record is not None and self.store.has(record_blob(record)):
-            return record, False
-        return await self._make_segment(media, key, fingerprint, work), True
+        return record if record is not None and await self.holds([record_blob(record)]) else None
 
     async def _make_segment(
         self, media: Digest, key: Digest, fingerprint: Digest, work: Mapping[str, object]
@@ -302,7 +391,7 @@ class Library:
             key, media, fingerprint, answer["token_count"], tuple(answer["grid"]), len(body), content
         )
         blob = segment_blob(key, content)
-        await self._write([(blob, body)], lambda: self.index.write_segment(record, now_ms()))
+        await self._write([(blob, body)], [], lambda: self.index.write_segment(record, now_ms()))
         return record
 
     async def _joined(self, item: MediaObject) -> memoryview:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Digest, Lease
 from omnifleet_media.index.port import BlobName, Entry, Index, Kind, Unit
@@ -16,9 +18,12 @@ from omnifleet_media.server.blobs import find_blob, frame_blob, manifest_blob
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.tiers import Store
 
+log = logging.getLogger("omnifleet.media")
+
 _BATCH = 256
 _LONGEST_LEASE_MS = 24 * 3600 * 1000
 _TOUCH_S = 1.0
+Admit = Callable[[str, Sequence[Digest]], Awaitable[None]]
 
 
 def now_ms() -> int:
@@ -38,8 +43,18 @@ class Collection:
 class Retention:
     """Keeps the disk tier within `disk_bytes`; touches nothing that is leased or being written."""
 
-    def __init__(self, store: Store, index: Index, disk_bytes: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        store: Store,
+        index: Index,
+        disk_bytes: int,
+        counters: Counters,
+        admit: Admit | None = None,
+    ) -> None:
+        """admit: awaited before a run takes a lease, one at a time for each run; it may refuse by raising."""
         self._store, self._index, self._disk_bytes, self._counters = store, index, disk_bytes, counters
+        self._admit = admit
+        self._taking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._used: dict[Entry, int] = {}
         self._evicting = asyncio.Lock()
         self.leases_active = 0
@@ -51,25 +66,40 @@ class Retention:
         self._used[Entry(unit, digest)] = now_ms()
 
     async def keep_notes(self) -> None:
-        """Bring last uses to the index and count leases, until cancelled."""
+        """Bring last uses to the index, count leases and keep to the size of the disk, until cancelled."""
         while True:
             await asyncio.sleep(_TOUCH_S)
-            await self.note()
+            try:
+                await self.note()
+                if self._store.objects is not None and self._store.disk.used > self._disk_bytes:
+                    async with self._evicting:
+                        await self._drop_local(0, Collection())
+            except OmnifleetError as error:
+                log.warning("last uses wait: %s", error)
 
     async def note(self) -> None:
         """Bring last uses to the index now."""
         used, self._used = self._used, {}
-        if used:
-            await self._index.touch(used)
+        try:
+            if used:
+                await self._index.touch(used)
+        except OmnifleetError:
+            self._used = {**used, **self._used}
+            raise
         self.leases_active = await self._index.count_leases(None, now_ms())
 
     async def take_lease(self, run: str, owner: str, ttl_ms: int, digests: Sequence[Digest]) -> Lease:
         """Lease objects, sources or segments. Raises OmnifleetError: INVALID_REQUEST, MEDIA_LOST."""
         if not owner or not digests:
             raise invalid("a lease needs an owner and at least one digest")
-        lease = Lease(uuid.uuid4().hex, owner, run, now_ms() + _checked_ttl(ttl_ms))
-        missing = await self._index.take_lease(lease, digests)
+        ttl_ms = _checked_ttl(ttl_ms)
+        async with self._taking.setdefault(run, asyncio.Lock()):
+            if self._admit is not None:
+                await self._admit(run, digests)
+            lease = Lease(uuid.uuid4().hex, owner, run, now_ms() + ttl_ms)
+            missing = await self._index.take_lease(lease, digests)
         if missing:
+            await self.refuse_unless_known()
             raise OmnifleetError(
                 Reason.MEDIA_LOST,
                 f"{len(missing)} of {len(digests)} digests are not here: {', '.join(missing[:4])}",
@@ -89,17 +119,36 @@ class Retention:
     async def release_lease(self, lease_id: str) -> bool:
         """Give a lease back; twice is harmless."""
         released = await self._index.release_lease(lease_id)
-        self.leases_active = await self._index.count_leases(None, now_ms())
+        self.leases_active = max(self.leases_active - released, 0)
         return released
+
+    async def refuse_unless_known(self) -> None:
+        """What the index does not know may be here all the same while it is told anew.
+
+        Raises OmnifleetError(UNAVAILABLE), retryable, as long as it does not know this store.
+        """
+        if not await self._index.knows_store(self._store.disk.id):
+            raise retryable(
+                Reason.UNAVAILABLE,
+                "the index has lost its memory and is being told what the store holds",
+                retry_after_ms=500,
+            )
 
     # ------------------------------------------------------------------ eviction
 
     async def make_room(self, size: int) -> None:
-        """Evict until `size` more bytes fit. Raises OmnifleetError(DISK_FULL) if what is leased leaves no room."""
+        """Evict until `size` more bytes fit, orphans first if all else is leased.
+
+        What is being written beside is not counted: the disk tier may exceed its size by that. Raises
+        OmnifleetError(DISK_FULL) if what is leased leaves no room.
+        """
         if self._store.disk.used + size <= self._disk_bytes:
             return
         async with self._evicting:
-            await self._shrink(self._disk_bytes - size, Collection())
+            found = Collection()
+            await self._shrink(self._disk_bytes - size, found)
+            if self._store.disk.used + size > self._disk_bytes:
+                await self._collect_orphans(found, dry_run=False)
         if self._store.disk.used + size > self._disk_bytes:
             raise OmnifleetError(
                 Reason.DISK_FULL,
@@ -108,10 +157,10 @@ class Retention:
             )
 
     async def collect(self, target_bytes: int, *, dry_run: bool) -> Collection:
-        """Remove orphans, then evict down to `target_bytes`."""
+        """Remove orphans, then evict down to `target_bytes`. With an object store, eviction moves content there."""
         found = Collection()
         async with self._evicting:
-            await self._collect_orphans(found, dry_run)
+            await self._collect_orphans(found, dry_run=dry_run)
             if dry_run:
                 await self._preview(target_bytes, found)
             else:
@@ -119,6 +168,9 @@ class Retention:
         return found
 
     async def _shrink(self, target: int, found: Collection) -> None:
+        if self._store.objects is not None:
+            await self._drop_local(target, found)
+            return
         await self.note()
         while self._store.disk.used > target:
             idle = await self._index.idle(now_ms(), _BATCH)
@@ -131,10 +183,11 @@ class Retention:
                 return
 
     async def _evict(self, entry: Entry, found: Collection) -> bool:
-        names = await self._index.forget(entry, now_ms())
-        if names is None:
-            return False
-        found.freed_bytes += self._remove(names)
+        async with self._store.gate.removing():
+            names = await self._index.forget(entry, now_ms())
+            if names is None:
+                return False
+            found.freed_bytes += self._remove(names)
         found.removed += 1
         self._counters.add("evictions")
         return True
@@ -142,13 +195,32 @@ class Retention:
     def _remove(self, names: Iterable[BlobName]) -> int:
         return sum(self._store.remove(name.kind, name.digest) for name in names)
 
+    async def _drop_local(self, target: int, found: Collection) -> None:
+        """Longest unread first, and a tenth more than asked: every pass reads the whole folder. The index keeps all."""
+        target = min(target, self._disk_bytes) * 9 // 10
+        oldest = await asyncio.to_thread(self._store.disk.oldest)
+        for start in range(0, len(oldest), _BATCH):
+            page = oldest[start : start + _BATCH]
+            names = [BlobName(Kind(kind), digest) for kind, digest, _ in page]
+            held = await self._index.held_blobs(names, now_ms())
+            for name in names:
+                if self._store.disk.used <= target:
+                    return
+                blob = await find_blob(self._index, *name.key) if name not in held else None
+                if blob is not None:
+                    found.freed_bytes += await asyncio.to_thread(self._store.demote, blob)
+                    found.removed += 1
+                    self._counters.add("demotions")
+
     async def _preview(self, target: int, found: Collection) -> None:
-        used = self._store.disk.used - found.freed_bytes
-        for entry in await self._index.idle(now_ms(), 1 << 30):
-            if used - found.freed_bytes <= target:
-                return
-            found.freed_bytes += await self._size(entry)
-            found.removed += 1
+        used, seen = self._store.disk.used - found.freed_bytes, 0
+        while page := await self._index.idle(now_ms(), _BATCH, seen):
+            for entry in page:
+                if used - found.freed_bytes <= target:
+                    return
+                found.freed_bytes += await self._size(entry)
+                found.removed += 1
+            seen += len(page)
 
     async def _size(self, entry: Entry) -> int:
         names = [(Kind(entry.unit), entry.digest)] if entry.unit is not Unit.OBJECT else []
@@ -159,14 +231,22 @@ class Retention:
         paths = [self._store.disk.path(*name) for name in names]
         return sum(path.stat().st_size for path in paths if path.exists())
 
-    async def _collect_orphans(self, found: Collection, dry_run: bool) -> None:
-        for kind, digest, size in await asyncio.to_thread(lambda: list(self._store.disk.walk())):
-            if self._store.is_pinned(kind, digest) or await find_blob(self._index, Kind(kind), digest):
+    async def _collect_orphans(self, found: Collection, *, dry_run: bool) -> None:
+        files = await asyncio.to_thread(lambda: list(self._store.disk.walk()))
+        for start in range(0, len(files), _BATCH):
+            unknown = [file for file in files[start : start + _BATCH] if await self._is_unknown(file)]
+            if not unknown:
                 continue
-            if self._store.is_pinned(kind, digest):  # an upload began while the index was asked
-                continue
-            found.orphans += 1
-            found.freed_bytes += size if dry_run else self._store.remove(kind, digest)
+            async with self._store.gate.removing():  # nobody is about to rely on a file that is unknown now
+                unknown = [file for file in unknown if await self._is_unknown(file)]
+                await self.refuse_unless_known()
+                found.orphans += len(unknown)
+                for kind, digest, size in unknown:
+                    found.freed_bytes += size if dry_run else self._store.remove(kind, digest)
+
+    async def _is_unknown(self, file: tuple[str, Digest, int]) -> bool:
+        kind, digest, _ = file
+        return await find_blob(self._index, Kind(kind), digest) is None
 
     # ------------------------------------------------------------------ verification
 
@@ -183,10 +263,16 @@ class Retention:
         return checked, corrupt
 
     def _is_right(self, blob: Blob) -> bool:
+        disk, objects = self._store.disk, self._store.objects
         try:
-            self._store.disk.open(blob)
-        except OmnifleetError:
-            return False
+            if objects is not None and not disk.has(blob):
+                objects.open(blob)
+            else:
+                disk.open(blob)
+        except OmnifleetError as error:
+            if error.reason in (Reason.CORRUPT, Reason.MEDIA_LOST):
+                return False
+            raise
         return True
 
     async def _all(self) -> list[Blob]:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import omnifleet
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import invalid
 from omnifleet.types import Digest, MediaKind
 from omnifleet.wire import common_pb2, media_pb2
 from omnifleet.wire.codec import (
@@ -24,9 +24,10 @@ from omnifleet.wire.codec import (
 )
 from omnifleet.wire.media_pb2_grpc import MediaServicer
 from omnifleet.wire.server import CHUNK_BYTES, INSTANCE, handshake
-from omnifleet_media.address.contract import DecodeContract, clip, still
-from omnifleet_media.address.manifest import MediaObject
+from omnifleet_media.address.contract import DecodeContract
+from omnifleet_media.address.manifest import MediaObject, is_track
 from omnifleet_media.index.port import Kind, SegmentRecord
+from omnifleet_media.ingest.slot import contract_for
 from omnifleet_media.ingest.sniff import SourceType
 from omnifleet_media.server.blobs import find_blob, frame_blob, manifest_blob, record_blob
 from omnifleet_media.server.door import Door, PutOptions
@@ -96,16 +97,14 @@ class MediaRpc(MediaServicer):
         digest = checked(request.digest)
         blob = await self._library.blob(kind, digest)
         header = media_pb2.GetHeader()
-        if kind is Kind.FRAME:
-            shape = await self._library.index.read_frame(digest)
-            header.shape.extend([*(shape or ()), 3])
-            header.dtype = "uint8"
+        shape = await self._library.index.read_frame(digest) if kind is Kind.FRAME else None
         if request.same_host and not request.offset and not request.length:
             header.shm_path = await self._library.map_path(blob)
         if header.shm_path:
             size = await asyncio.to_thread(_size_of, header.shm_path)
             if size is not None:
                 header.bytes = size
+                _describe(header, shape, size)
                 self._door.read("media_get", size, mapped=True)
                 yield media_pb2.GetReply(header=header)
                 return
@@ -115,6 +114,7 @@ class MediaRpc(MediaServicer):
             raise invalid(f"offset {request.offset} is beyond the {len(data)} bytes of {kind} {digest}")
         end = min(request.offset + request.length, len(data)) if request.length else len(data)
         header.bytes = end - request.offset
+        _describe(header, shape, len(data))
         self._door.read("media_get", header.bytes, mapped=False)
         yield media_pb2.GetReply(header=header)
         for offset in range(request.offset, end, CHUNK_BYTES):
@@ -210,6 +210,15 @@ def _size_of(path: str) -> int | None:
         return None
 
 
+def _describe(header: media_pb2.GetHeader, shape: tuple[int, int] | None, size: int) -> None:
+    """Shape and dtype of a frame or a track."""
+    if shape is None:
+        return
+    height, width = shape
+    header.dtype = "float32" if is_track(height, width, size) else "uint8"
+    header.shape.extend([width] if header.dtype == "float32" else [height, width, 3])
+
+
 def checked(digest: str) -> Digest:
     """A well-formed digest. Raises OmnifleetError(INVALID_REQUEST)."""
     if not _DIGEST.fullmatch(digest):
@@ -222,21 +231,20 @@ def contract_of(asked: media_pb2.DecodeContract, believed: int, found: SourceTyp
 
     Raises OmnifleetError: UNSUPPORTED, INVALID_REQUEST.
     """
-    if found.kind is MediaKind.AUDIO or kind_from_wire(believed) is MediaKind.AUDIO:
-        raise OmnifleetError(Reason.UNSUPPORTED, f"audio ({found.mime}) is not taken by this version")
-    if found.kind is MediaKind.IMAGE:
-        return still(asked.background)
-    return clip(asked.sampling, asked.num_frames, asked.fps, asked.temporal_patch, asked.background)
+    return contract_for(asked, kind_from_wire(believed), found)
 
 
 def object_info(item: MediaObject) -> media_pb2.ObjectInfo:
     """An object on the wire."""
+    track = item.kind is MediaKind.AUDIO
     return media_pb2.ObjectInfo(
         ref=media_to_wire(item.ref),
         frame_digests=item.frames,
         timestamps_s=[us / 1_000_000 for us in item.timestamps_us],
-        width=item.width,
-        height=item.height,
+        width=0 if track else item.width,
+        height=0 if track else item.height,
+        samples=item.width if track else 0,
+        sample_rate=item.height if track else 0,
         bytes=item.bytes,
         facts=dict(item.facts),
     )

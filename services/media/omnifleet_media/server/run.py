@@ -11,7 +11,6 @@ from pathlib import Path
 
 from omnifleet.auth import Tokens
 from omnifleet.config.services import MediaConfig
-from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import http_serving
 from omnifleet.telemetry.counters import Counters
 from omnifleet.telemetry.payload import PayloadMeter
@@ -19,18 +18,14 @@ from omnifleet.wire.counting import CountMessages
 from omnifleet.wire.media_pb2_grpc import add_MediaServicer_to_server
 from omnifleet.wire.server import serving
 from omnifleet_media.decode.request import Decoder
-from omnifleet_media.index.port import Index
-from omnifleet_media.index.sqlite import SqliteIndex
 from omnifleet_media.sandbox.pool import ProcessPool
 from omnifleet_media.server.door import Door, add_rates
 from omnifleet_media.server.fetch import Fetcher
 from omnifleet_media.server.library import Library
+from omnifleet_media.server.opening import opened_index, opened_store
 from omnifleet_media.server.retention import Retention
 from omnifleet_media.server.rpc import MediaRpc
 from omnifleet_media.server.web import media_app
-from omnifleet_media.store.disk import DiskTier
-from omnifleet_media.store.shared import SharedTier
-from omnifleet_media.store.tiers import Store
 
 log = logging.getLogger("omnifleet.media")
 
@@ -65,20 +60,15 @@ class Running:
 async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> AsyncIterator[Running]:
     """Serve from `folder` (unless `config.store` says otherwise) inside this block.
 
-    Raises OmnifleetError: PORT_TAKEN, CONFLICT if the folder is in use, INVALID_CONFIG.
+    Raises OmnifleetError: PORT_TAKEN, INVALID_CONFIG; UNAVAILABLE if the index does not answer.
     """
     counters = Counters("media")
     for name in _COUNTERS:
         counters.add(name, 0)
     async with AsyncExitStack() as stack:
         root = config.store or folder / "media"
-        disk = await asyncio.to_thread(DiskTier, root / "blobs")
-        stack.callback(disk.close)
-        shared = SharedTier(config.shared_memory, config.shared_memory_bytes)
-        stack.callback(shared.close)
-        index = _open_index(config, root)
-        stack.push_async_callback(index.close)
-        store = Store(disk, shared)
+        store = await stack.enter_async_context(opened_store(config, root))
+        index = await stack.enter_async_context(opened_index(config, root))
         retention = Retention(store, index, config.disk_bytes, counters)
         library = Library(
             config,
@@ -96,7 +86,7 @@ async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> As
         door = Door(library, Fetcher(config.sources, config.limits), payload)
         add_rates(library, payload)
         rpc = MediaRpc(door)
-        for work in (library.warm(), retention.keep_notes()):
+        for work in (library.warm(), library.keep_index(), retention.keep_notes()):
             task = asyncio.create_task(work)
             stack.push_async_callback(_stop, task)
         app = media_app(door, tokens, lambda: rpc.state == "serving")
@@ -117,16 +107,6 @@ async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> As
             yield Running(grpc, http, library)
         finally:
             rpc.state = "draining"
-
-
-def _open_index(config: MediaConfig, root: Path) -> Index:
-    if config.index == "sqlite":
-        return SqliteIndex(root / "index.sqlite")
-    raise OmnifleetError(
-        Reason.INVALID_CONFIG,
-        f"media.index = {config.index!r}: this version knows sqlite",
-        knob="media.index",
-    )
 
 
 def _processors(config: MediaConfig) -> ProcessPool:

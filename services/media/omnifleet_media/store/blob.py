@@ -24,15 +24,24 @@ class Name(Protocol):
         """File name of the blob."""
 
 
+def whole(data: memoryview) -> memoryview:
+    """All of a blob's bytes."""
+    return data
+
+
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A blob that can be checked. shared: it belongs in shared memory too, for same-host readers to map."""
+    """A blob that can be checked.
+
+    shared: it belongs in shared memory too, for same-host readers to map. body: the part of the file that readers get.
+    """
 
     kind: str
     digest: Digest
     expected: Digest
     measure: Measure
     shared: bool = True
+    body: Callable[[memoryview], memoryview] = whole
 
     @property
     def key(self) -> tuple[str, Digest]:

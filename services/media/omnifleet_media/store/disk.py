@@ -1,10 +1,11 @@
-"""The disk tier: ROOT/KIND/aa/bb/DIGEST, renamed into place, read-only."""
+"""The disk tier: ROOT/KIND/aa/bb/DIGEST, linked into place, read-only. Several processes may use it at once."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import threading
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,31 +13,42 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.files import FULL, map_whole, sync_path, write_whole
+from omnifleet_media.store.gate import Gate
+from omnifleet_media.store.held import HeldFolder
+from omnifleet_media.store.usage import Usage
 
 _SCRATCH_DIR = "incoming"
+_JOIN_S = 120.0
 
 
 class DiskTier:
-    """One folder, held by one service at a time. `used` counts the bytes of all blobs."""
+    """One folder of one host. `gate` keeps its writers and removers apart; `id` names the folder."""
 
     def __init__(self, root: Path) -> None:
-        """Takes the folder, clears what a killed service was writing, and counts what is there.
+        """Takes the folder and clears what killed services were writing; the first to come counts what is there.
 
-        Raises OmnifleetError: CONFLICT if another service holds the folder, INVALID_CONFIG if it can't be used.
+        Raises OmnifleetError: INVALID_CONFIG if the folder can't be used, CONFLICT if its first service does not get ready.
         """
         self._root = root
-        self._lock = threading.Lock()
         try:
-            self._scratch = root / _SCRATCH_DIR
-            self._scratch.mkdir(parents=True, exist_ok=True)
-            self._hold = _take(root / "lock")
-            for leftover in self._scratch.iterdir():
-                leftover.unlink()
+            root.mkdir(parents=True, exist_ok=True)
+            self._hold, alone = _join(root / "lock")
+            self._scratch = HeldFolder(root / _SCRATCH_DIR, "writer-")
+            self._usage = Usage(root / "usage")
+            self.gate = Gate(root)
+            self.id = _identity(root / "id", self._scratch.path)
+            if alone:
+                self._usage.set(sum(size for _, _, size in self.walk()))
+            fcntl.flock(self._hold, fcntl.LOCK_SH)
         except OSError as error:
             raise OmnifleetError(
                 Reason.INVALID_CONFIG, f"the store {root} can't be used: {error}", knob="media.store"
             ) from error
-        self.used = sum(size for _, _, size in self.walk())
+
+    @property
+    def used(self) -> int:
+        """Bytes of all blobs, whichever process wrote them."""
+        return self._usage.value
 
     def path(self, kind: str, digest: Digest) -> Path:
         """Where a blob is, if it is there."""
@@ -52,9 +64,7 @@ class DiskTier:
         try:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, data, scratch_dir=self._scratch)
-                with self._lock:
-                    self.used += len(data)
+                self._place(path, data)
         except OSError as error:
             if error.errno in FULL:
                 raise OmnifleetError(
@@ -65,6 +75,16 @@ class DiskTier:
                 ) from error
             raise
 
+    def _place(self, path: Path, data: bytes | memoryview) -> None:
+        size = memoryview(data).nbytes
+        self._usage.add(size)
+        placed = False
+        try:
+            placed = write_whole(path, data, scratch_dir=self._scratch.path)
+        finally:
+            if not placed:
+                self._usage.add(-size)
+
     def sync(self, blob: Blob) -> None:
         """Make a stored blob survive a power cut: the file and the folders that lead to it."""
         path = self.path(*blob.key)
@@ -72,12 +92,14 @@ class DiskTier:
             sync_path(step)
 
     def open(self, blob: Blob) -> memoryview:
-        """A map of the blob, checked against its digest.
+        """A map of the blob, checked against its digest. The file's time of change says when it was last read.
 
         Raises OmnifleetError: MEDIA_LOST if the file has gone; CORRUPT if its bytes are wrong (it is removed).
         """
+        path = self.path(*blob.key)
         try:
-            data = map_whole(self.path(*blob.key))
+            data = map_whole(path)
+            os.utime(path)
         except FileNotFoundError:
             raise OmnifleetError(
                 Reason.MEDIA_LOST,
@@ -99,23 +121,33 @@ class DiskTier:
             path.unlink()
         except FileNotFoundError:
             return 0
-        with self._lock:
-            self.used -= size
+        self._usage.add(-size)
         return size
 
-    def walk(self) -> Iterator[tuple[str, Digest, int]]:
-        """(kind, digest, bytes) of every blob on disk."""
+    def walk(self, only: str = "") -> Iterator[tuple[str, Digest, int]]:
+        """(kind, digest, bytes) of every blob on disk, or of one kind."""
         for kind in _folders(self._root):
-            if kind.name == _SCRATCH_DIR:
+            if kind.name == _SCRATCH_DIR or (only and kind.name != only):
                 continue
             for first in _folders(kind.path):
                 for second in _folders(first.path):
-                    with os.scandir(second.path) as files:
-                        for file in files:
-                            yield kind.name, Digest(file.name), file.stat().st_size
+                    for name, found in _files(second.path):
+                        yield kind.name, Digest(name), found.st_size
+
+    def oldest(self) -> list[tuple[str, Digest, int]]:
+        """(kind, digest, bytes) of every blob on disk, longest unread first."""
+        found: list[tuple[int, str, Digest, int]] = []
+        for kind, digest, size in self.walk():
+            try:
+                found.append((self.path(kind, digest).stat().st_mtime_ns, kind, digest, size))
+            except FileNotFoundError:
+                continue
+        return [(kind, digest, size) for _, kind, digest, size in sorted(found)]
 
     def close(self) -> None:
         """Let the folder go."""
+        self._scratch.close()
+        self._usage.close()
         os.close(self._hold)
 
 
@@ -124,13 +156,37 @@ def _folders(path: str | Path) -> list[os.DirEntry[str]]:
         return sorted((entry for entry in entries if entry.is_dir()), key=lambda entry: entry.name)
 
 
-def _take(path: Path) -> int:
+def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    with os.scandir(folder) as files:
+        for file in files:
+            try:
+                yield file.name, file.stat()
+            except FileNotFoundError:
+                continue  # another process evicts
+
+
+def _join(path: Path) -> tuple[int, bool]:
+    """A lock on the store, and whether nobody else is here: then it is exclusive until the caller has counted."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise OmnifleetError(
-            Reason.CONFLICT, f"another media service uses the store {path.parent}", knob="media.store"
-        ) from None
-    return fd
+    end = time.monotonic() + _JOIN_S
+    kind, alone = fcntl.LOCK_EX, True
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            return fd, alone
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                os.close(fd)
+                raise OmnifleetError(
+                    Reason.CONFLICT,
+                    f"another media service keeps the store {path.parent} closed",
+                    knob="media.store",
+                ) from None
+        time.sleep(0.0 if alone else 0.05)
+        kind, alone = fcntl.LOCK_SH, False
+
+
+def _identity(path: Path, scratch_dir: Path) -> str:
+    """The store's own name, written once."""
+    write_whole(path, uuid.uuid4().hex.encode(), scratch_dir=scratch_dir)
+    return path.read_text()

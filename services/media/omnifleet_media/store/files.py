@@ -12,15 +12,15 @@ _serial = itertools.count()
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _READ_ONLY = 0o444
 SCRATCH = ".part-"
-"""Prefix of files that are being written; a leftover of a killed process is removed at the next start."""
+"""Prefix of files that are being written, in a folder that goes with its process."""
 
 
-def write_whole(path: Path, data: bytes | memoryview, *, scratch_dir: Path) -> None:
-    """Write beside, make read-only, rename into place.
+def write_whole(path: Path, data: bytes | memoryview, *, scratch_dir: Path) -> bool:
+    """Write beside, make read-only, link into place; False if the name was taken, by whichever process was first.
 
     `scratch_dir` is on the same file system. Raises OSError (ENOSPC included); nothing is left behind then.
     """
-    scratch = scratch_dir / f"{SCRATCH}{os.getpid()}-{next(_serial)}"
+    scratch = scratch_dir / f"{SCRATCH}{next(_serial)}"
     fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -30,10 +30,13 @@ def write_whole(path: Path, data: bytes | memoryview, *, scratch_dir: Path) -> N
             os.fchmod(fd, _READ_ONLY)
         finally:
             os.close(fd)
-        scratch.replace(path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+        os.link(scratch, path)
+    except FileExistsError:
+        return False
+    else:
+        return True
+    finally:
+        os.unlink(scratch)
 
 
 def sync_path(path: Path) -> None:

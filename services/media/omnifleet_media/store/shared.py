@@ -1,17 +1,15 @@
-"""The shared-memory tier: files that processes of the same host and user map read-only.
+"""The shared-memory tier: files that processes of the same host map read-only.
 
-BASE/omnifleet-media-ID/KIND/DIGEST. Everything here is on disk too, so leaving this tier loses nothing.
+BASE/omnifleet-media-ID/KIND/DIGEST. Everything here is in a tier below too, so leaving this one loses nothing: leases
+are about content, not about this tier. Readers that say so by a file's time of change keep it here longer.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import logging
 import os
-import shutil
 import threading
-import uuid
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -19,8 +17,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.files import FULL, write_whole
-
-log = logging.getLogger("omnifleet.media")
+from omnifleet_media.store.held import HeldFolder
 
 _PREFIX = "omnifleet-media-"
 
@@ -28,25 +25,32 @@ _PREFIX = "omnifleet-media-"
 class SharedTier:
     """A folder of this process, at most `limit` bytes, least recently used out first."""
 
-    def __init__(self, base: Path, limit: int) -> None:
-        """Removes what dead services of this user left, then makes the folder (mode 0700).
+    def __init__(self, base: Path, limit: int, *, for_everyone: bool = False) -> None:
+        """Removes what dead services of this user left, then makes the folder.
 
+        for_everyone: other users of the host may map its files (mode 0755, not 0700); nobody but its owner may write.
         Raises OmnifleetError(INVALID_CONFIG) if `base` can't be used.
         """
         self._limit = limit
+        self._mode = 0o755 if for_everyone else 0o700
         self._lock = threading.Lock()
         self._sizes: OrderedDict[tuple[str, Digest], int] = OrderedDict()
+        self._read_ns: dict[tuple[str, Digest], int] = {}
         self.used = 0
         self.refused = 0
         try:
-            _sweep(base)
-            self._root, self._hold = _make(base)
+            self._folder = HeldFolder(base, _PREFIX, self._mode)
         except OSError as error:
             raise OmnifleetError(
                 Reason.INVALID_CONFIG,
                 f"shared memory {base} can't be used: {error}",
                 knob="media.shared_memory",
             ) from error
+
+    @property
+    def root(self) -> Path:
+        """The folder: readers find a blob at ROOT/KIND/DIGEST."""
+        return self._folder.path
 
     def path(self, blob: Blob) -> Path | None:
         """Where a reader may map the blob, if it is in this tier; marks it used."""
@@ -76,13 +80,14 @@ class SharedTier:
                     self.used -= size
                 if placed:
                     self._sizes[blob.key] = size
+                    self._read_ns[blob.key] = time.time_ns()
         return path if placed else None
 
     def _place(self, path: Path, data: memoryview) -> bool:
         while True:
             try:
-                path.parent.mkdir(exist_ok=True)
-                write_whole(path, data, scratch_dir=self._root)
+                self._make_kind(path.parent)
+                write_whole(path, data, scratch_dir=self.root)
             except OSError as error:
                 if (
                     error.errno == errno.ENOENT
@@ -101,6 +106,11 @@ class SharedTier:
                     return False
                 self._shrink(self.used - len(data))
 
+    def _make_kind(self, folder: Path) -> None:
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)
+            folder.chmod(self._mode)
+
     def remove(self, kind: str, digest: Digest) -> None:
         """Take a blob out. Maps that readers hold stay whole."""
         with self._lock:
@@ -108,50 +118,34 @@ class SharedTier:
 
     def close(self) -> None:
         """Remove the folder; maps that readers hold stay whole."""
-        shutil.rmtree(self._root, ignore_errors=True)
-        os.close(self._hold)
+        self._folder.close()
 
     def _path(self, kind: str, digest: Digest) -> Path:
-        return self._root / kind / digest
+        return self.root / kind / digest
 
     def _shrink(self, target: int) -> None:
+        spared: set[tuple[str, Digest]] = set()
         while self._sizes and self.used > max(target, 0):
-            self._remove(next(iter(self._sizes)))
+            key = next(iter(self._sizes))
+            if key not in spared and self._was_read(key):
+                spared.add(key)
+                self._sizes.move_to_end(key)
+            else:
+                self._remove(key)
+
+    def _was_read(self, key: tuple[str, Digest]) -> bool:
+        """Whether a reader marked the file since we last looked."""
+        try:
+            now_ns = os.stat(self._path(*key)).st_mtime_ns
+        except FileNotFoundError:
+            return False
+        before_ns = self._read_ns.get(key)
+        self._read_ns[key] = now_ns
+        return before_ns is not None and now_ns > before_ns
 
     def _remove(self, key: tuple[str, Digest]) -> None:
         size = self._sizes.pop(key, None)
+        self._read_ns.pop(key, None)
         if size is not None:
             self.used -= size
             self._path(*key).unlink(missing_ok=True)
-
-
-def _make(base: Path) -> tuple[Path, int]:
-    """A locked folder appears under its name only once it is locked: a sweep never takes it for a dead one."""
-    base.mkdir(parents=True, exist_ok=True)
-    scratch = base / f".{_PREFIX}{uuid.uuid4().hex}"
-    scratch.mkdir(mode=0o700)
-    fd = os.open(scratch / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    root = base / f"{_PREFIX}{uuid.uuid4().hex[:12]}"
-    scratch.rename(root)
-    return root, fd
-
-
-def _sweep(base: Path) -> None:
-    """The lock, not a process id, tells the dead: it also works between containers that share the folder."""
-    for folder in base.glob(f"{_PREFIX}*"):
-        try:
-            if folder.stat().st_uid != os.geteuid():
-                continue
-            fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # another sweep was faster
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # its service lives
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            log.info("removed %s, left by a service that was killed", folder)
-        finally:
-            os.close(fd)

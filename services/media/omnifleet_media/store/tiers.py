@@ -1,69 +1,93 @@
-"""The tiers as one store.
+"""The tiers as one store: open maps, shared memory, disk and, where one is configured, an object store.
 
-Methods that read or write bytes block: callers run them in threads. `pinned` and `remove` are for the event loop only,
-so that a removal never falls between pinning a blob and finding that it is already there.
+Methods that read or write bytes block: callers run them in threads. Whoever writes or removes holds `gate`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.disk import DiskTier
 from omnifleet_media.store.files import map_whole
 from omnifleet_media.store.maps import OpenMaps
+from omnifleet_media.store.objects import ObjectTier
 from omnifleet_media.store.shared import SharedTier
 
 _OPEN_MAPS_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """memory_bytes: maps kept open. share_on_put: new content enters shared memory at once, not when it is first asked for.
+    upload_on_put: new content goes to the object store at once, not only when it must be durable or leaves the disk.
+    """
+
+    memory_bytes: int = _OPEN_MAPS_BYTES
+    share_on_put: bool = True
+    upload_on_put: bool = True
+
+
 class Store:
     """Writes go through to disk, so that every acknowledged blob survives a kill; reads take the nearest tier."""
 
-    def __init__(self, disk: DiskTier, shared: SharedTier) -> None:
+    def __init__(
+        self,
+        disk: DiskTier,
+        shared: SharedTier,
+        objects: ObjectTier | None = None,
+        policy: Policy = Policy(),
+    ) -> None:
         self.disk = disk
         self.shared = shared
-        self._maps = OpenMaps(_OPEN_MAPS_BYTES)
-        self._pinned: Counter[tuple[str, Digest]] = Counter()
+        self.objects = objects
+        self.gate = disk.gate
+        self._policy = policy
+        self._maps = OpenMaps(policy.memory_bytes)
 
     def write(self, pieces: Iterable[tuple[Blob, bytes | memoryview]]) -> None:
-        """Store blobs whose bytes are known to be right. Raises OmnifleetError(DISK_FULL)."""
+        """Store blobs whose bytes are known to be right. Raises OmnifleetError: DISK_FULL, UNAVAILABLE."""
         for blob, data in pieces:
             self.disk.write(blob, data)
-            if blob.shared:
+            if self.objects is not None and self._policy.upload_on_put:
+                self.objects.write(blob, data)
+            if blob.shared and self._policy.share_on_put:
                 self.shared.write(blob, memoryview(data).cast("B"))
 
     def sync(self, blobs: Iterable[Blob]) -> None:
-        """Make stored blobs survive a power cut."""
+        """Make stored blobs survive a power cut, and the loss of this host if there is an object store."""
         for blob in blobs:
             if self.disk.has(blob):
                 self.disk.sync(blob)
+                if self.objects is not None:
+                    self.objects.write(blob, self.disk.open(blob))
 
     def open(self, blob: Blob) -> memoryview:
-        """Read-only bytes from the nearest tier; checked when they come from disk.
+        """Read-only bytes from the nearest tier, checked on the way up.
 
-        Raises OmnifleetError: MEDIA_LOST, CORRUPT.
+        Raises OmnifleetError: MEDIA_LOST, CORRUPT, UNAVAILABLE.
         """
         data = self._maps.get(blob)
         if data is None:
-            data = self._open_shared(blob) or self.disk.open(blob)
+            data = self._open_shared(blob) or self._open_disk(blob)
             self._maps.keep(blob, data)
-        return data
+        return blob.body(data)
 
     def map_path(self, blob: Blob) -> Path | None:
-        """Where a same-host reader may map the blob; brings it from disk if need be. None: it does not fit.
+        """Where a same-host reader may map the blob; brings it from below if need be. None: it does not fit.
 
-        Raises OmnifleetError: MEDIA_LOST, CORRUPT.
+        Raises OmnifleetError: MEDIA_LOST, CORRUPT, UNAVAILABLE.
         """
         return self.shared.path(blob) or self.shared.write(blob, self.open(blob))
 
     def has(self, blob: Blob) -> bool:
-        """Whether the blob's bytes are here."""
-        return self.disk.has(blob)
+        """Whether the blob's bytes are here, or in the object store."""
+        return self.disk.has(blob) or (self.objects is not None and self.objects.has(blob))
 
     def tiers(self, blob: Blob) -> list[str]:
         """Names of the tiers that hold the blob."""
@@ -71,31 +95,22 @@ class Store:
             "memory": self._maps.get(blob) is not None,
             "shared_memory": self.shared.path(blob) is not None,
             "disk": self.disk.has(blob),
+            "object_store": self.objects is not None and self.objects.has(blob),
         }
         return [name for name, there in held.items() if there]
 
     def remove(self, kind: str, digest: Digest) -> int:
-        """Delete a blob from every tier unless it is pinned; answers the bytes freed on disk."""
-        if self._pinned[(kind, digest)]:
-            return 0
+        """Delete a blob from every tier of this host; answers the bytes freed on disk."""
         self._maps.drop(kind, digest)
         self.shared.remove(kind, digest)
         return self.disk.remove(kind, digest)
 
-    @contextmanager
-    def pinned(self, blobs: Iterable[Blob]) -> Iterator[None]:
-        """Inside, these blobs are not removed: they are being written, and the index does not know them yet."""
-        keys = [blob.key for blob in blobs]
-        self._pinned.update(keys)
-        try:
-            yield
-        finally:
-            self._pinned.subtract(keys)
-            self._pinned += Counter()  # drops the zeros
-
-    def is_pinned(self, kind: str, digest: Digest) -> bool:
-        """Whether somebody is writing the blob."""
-        return self._pinned[(kind, digest)] > 0
+    def demote(self, blob: Blob) -> int:
+        """Leave a blob to the object store alone; answers the bytes freed on disk. Raises OmnifleetError: UNAVAILABLE."""
+        assert self.objects is not None
+        if not self.objects.has(blob):
+            self.objects.write(blob, self.disk.open(blob))
+        return self.remove(*blob.key)
 
     def close(self) -> None:
         """Remove the shared folder and let the disk go."""
@@ -105,6 +120,25 @@ class Store:
     def _open_shared(self, blob: Blob) -> memoryview | None:
         path = self.shared.path(blob)
         try:
-            return map_whole(path) if path is not None else None
+            data = map_whole(path) if path is not None else None
         except FileNotFoundError:
             return None  # left the tier between the two lines
+        if data is not None and not blob.matches(data):
+            self.shared.remove(*blob.key)  # its owner's other processes could have written to it
+            return None
+        return data
+
+    def _open_disk(self, blob: Blob) -> memoryview:
+        if self.objects is None or self.disk.has(blob):
+            with (
+                contextlib.suppress(OmnifleetError) if self.objects is not None else contextlib.nullcontext()
+            ):
+                return self.disk.open(blob)
+        assert self.objects is not None
+        data = self.objects.open(blob)
+        try:
+            self.disk.write(blob, data)
+        except OmnifleetError as error:
+            if error.reason is not Reason.DISK_FULL:
+                raise
+        return data

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from omnifleet.config.base import StrictModel
-from omnifleet_reward.scorer import Reply, Scorer, Verdict
+from omnifleet_reward.places import tagged
+from omnifleet_reward.scorer import UNPARSEABLE, Reply, Scorer, Verdict, right_or_wrong
 
 
 class Params(StrictModel):
@@ -16,25 +17,20 @@ class Params(StrictModel):
 
 
 def judge(reply: Reply, params: Params) -> Verdict:
-    """1/True if the answer equals the reference, both reduced to lower-case alphanumerics; else 0/False.
+    """score = 1 if a(answer) = a(reference), else 0; a keeps letters and digits of any script and lowers them.
 
     The answer is what stands between the first opening and the last closing tag (greedy).
+    Examples: `<answer> Yes. </answer>` and `yes` → 1; `<answer>1,234</answer>` and `1234` → 1; no tag → 0, unparseable.
     """
     answer = tagged(params.answer_tag, reply.response)
-    correct = answer is not None and alphanumeric(answer) == alphanumeric(reply.ground_truth)
-    return Verdict(float(correct), correct)
+    if answer is None:
+        return UNPARSEABLE
+    return right_or_wrong(alphanumeric(answer) == alphanumeric(reply.ground_truth))
 
 
 def examples(prompt_suffix: str, params: Params) -> list[Reply]:
     """The reference itself, in its tag."""
     return [Reply(f"<{params.answer_tag}>1</{params.answer_tag}>", "1")]
-
-
-def tagged(tag: str, text: str) -> str | None:
-    """Content from the first <tag> to the last </tag> after it, or None."""
-    _, opened, rest = text.partition(f"<{tag}>")
-    content, closed, _ = rest.rpartition(f"</{tag}>")
-    return content if opened and closed else None
 
 
 def alphanumeric(text: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 from pydantic import Field
 
 from omnifleet.config.base import StrictModel
+from omnifleet_reward.places import thoughts
 from omnifleet_reward.scorer import Reply, Scorer, Verdict
 
 THINK_SHARE, ANSWER_SHARE = 0.25, 0.75
@@ -22,7 +21,11 @@ class Params(StrictModel):
 
 
 def judge(reply: Reply, params: Params) -> Verdict:
-    """0.25 for a <think>…</think> pair plus 0.75 for an <answer>…</answer> pair, line breaks included; no opinion."""
+    """score = 0.25 · [<think>…</think> occurs] + 0.75 · [<answer>…</answer> occurs], line breaks included; no opinion.
+
+    Examples: `<think>x</think><answer>9</answer>` → 1; `x</think><answer>9</answer>`, where the chat template opened the
+    think tag, → 0.75; `9` → 0.
+    """
     think = THINK_SHARE if _has_pair(params.think_tag, reply.response) else 0.0
     answer = ANSWER_SHARE if _has_pair(params.answer_tag, reply.response) else 0.0
     return Verdict(think + answer)
@@ -30,15 +33,22 @@ def judge(reply: Reply, params: Params) -> Verdict:
 
 def examples(prompt_suffix: str, params: Params) -> list[Reply]:
     """A complete reply. Where the chat template opened the think tag, the reply holds only its end: 0.75 at most."""
-    opening, ending = f"<{params.think_tag}>", f"</{params.think_tag}>"
-    opened = opening in prompt_suffix
-    closed = opened and prompt_suffix.rfind(ending) > prompt_suffix.rfind(opening)
-    thoughts = "" if closed else f"{'' if opened else opening}One.{ending}\n"
-    return [Reply(f"{thoughts}<{params.answer_tag}>1</{params.answer_tag}>", "1")]
+    return [Reply(wrap(prompt_suffix, params, f"<{params.answer_tag}>1</{params.answer_tag}>"), "1")]
+
+
+def wrap(prompt_suffix: str, params: Params, reply: str) -> str:
+    """The reply with thoughts before it and tags around its answer, where they are missing."""
+    if not _has_pair(params.answer_tag, reply):
+        reply = f"<{params.answer_tag}>{reply}</{params.answer_tag}>"
+    before, after = thoughts(params.think_tag, prompt_suffix)
+    if not after or after in reply:
+        return reply
+    return f"{before}One.{after}\n{reply}"
 
 
 def _has_pair(tag: str, text: str) -> bool:
-    return re.search(f"<{re.escape(tag)}>.*?</{re.escape(tag)}>", text, re.DOTALL) is not None
+    opened = text.find(f"<{tag}>")
+    return opened >= 0 and text.find(f"</{tag}>", opened) >= 0
 
 
-SCORER = Scorer("format", "1", "Think and answer tags: 0.25 + 0.75.", judge, Params, examples)
+SCORER = Scorer("format", "1", "Think and answer tags: 0.25 + 0.75.", judge, Params, examples, wrap)

@@ -74,7 +74,8 @@ class OmnifleetExtension:
         self._omni_stager = Stager(
             model, self._omni, plan, lambda: self._omni_load(model), torch.device(self.device), rank
         )
-        return {"tensors": len(self._omni.table), "plan": plan.key if plan else ""}
+        transports = ["shm", "nccl"] + ["cuda_ipc"] * (torch.device(self.device).type == "cuda")
+        return {"transports": transports, "plan": plan.key if plan else ""}
 
     def _omni_plan(self, model: torch.nn.Module, rank: int) -> Plan | None:
         """Learn where source slices land. None where the engine packs its weights, or the loader can't be followed."""

@@ -12,11 +12,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from blake3 import blake3
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
-from omnifleet.prompt import expand_placeholders
-from omnifleet.types import FinishReason, InFlight, LogprobsMode, MediaRef
+from omnifleet.prompt import lay_out
+from omnifleet.types import FinishReason, InFlight, LogprobsMode, MediaKind, MediaRef
 from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import DTYPE_BYTES
 from omnifleet_rollout.engine.port import (
@@ -67,7 +68,8 @@ class FakeEngine:
     """Implements `Engine`, which says what each method does. `token_s`: seconds a token; 0 still yields to the loop before each.
 
     stop_after: position of the EOS token; None = run to max_tokens. fail_commit: the next commit breaks half-way.
-    image_token, count_features: placeholder of a picture and how many positions it takes, as a real checkpoint says.
+    image_token, video_token, count_features: placeholders and how many positions an item takes, as a real checkpoint says.
+    experts: of a mixture that it plays; then replies carry routed experts.
     """
 
     def __init__(
@@ -80,11 +82,18 @@ class FakeEngine:
         max_num_seqs: int = 16,
         table: Sequence[refit_pb2.TensorSpec] | None = None,
         image_token: int = IMAGE_TOKEN,
+        video_token: int | None = None,
+        experts: int = 0,
         count_features: Callable[[MediaRef, str], Awaitable[int]] | None = None,
     ) -> None:
         self.token_s, self.stop_after = token_s, stop_after
         self.fail_commit = False
-        self._image_token, self._count_features = image_token, count_features or _four_features
+        self._placeholders = {
+            MediaKind.IMAGE: image_token,
+            MediaKind.VIDEO: image_token if video_token is None else video_token,
+        }
+        self._count_features = count_features or _four_features
+        self._experts = experts
         self._facts = EngineFacts(
             "fake 0", "fake", logprobs_mode, max_model_len, max_num_seqs, tuple(table or fake_table())
         )
@@ -117,15 +126,20 @@ class FakeEngine:
 
     async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
         """Expand placeholders and find the media. See `Engine.prepare`."""
-        counts = [await self._count_features(ref, run) for ref in media]
-        expanded = expand_placeholders(token_ids, self._image_token, counts)
+        items = [(self._placeholder(ref), await self._count_features(ref, run)) for ref in media]
+        expanded, _ = lay_out(token_ids, items, set(self._placeholders.values()))
         if len(expanded) >= self._facts.max_model_len:
             raise invalid(
                 f"the prompt has {len(expanded)} tokens, max_model_len is {self._facts.max_model_len}",
                 knob="rollout.engine.max_model_len",
                 reason=Reason.PROMPT_TOO_LONG,
             )
-        return EnginePrompt(expanded, [ref.digest for ref in media])
+        return EnginePrompt(expanded, [ref.digest for ref in media], tuple("fake" for _ in media))
+
+    def _placeholder(self, ref: MediaRef) -> int:
+        if ref.kind not in self._placeholders:
+            raise OmnifleetError(Reason.UNSUPPORTED, f"the fake engine takes no {ref.kind}")
+        return self._placeholders[ref.kind]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         """Deltas of one sample. See `Engine.generate`."""
@@ -170,6 +184,9 @@ class FakeEngine:
         if stop or last or token in request.sampling.stop_token_ids:
             delta.finish = FinishReason.LENGTH if last and not stop else FinishReason.STOP
             delta.labels = running.labels
+            if self._experts:
+                seen = len(request.prompt.token_ids) + position
+                delta.routed_experts = np.full((seen, 1, 1), token % self._experts, np.uint8)
             running.ended.set()
         return delta
 

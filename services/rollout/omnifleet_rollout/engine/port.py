@@ -72,7 +72,7 @@ class EngineFacts:
     """What does not change while the engine lives.
 
     info: "vllm 0.32.0". tensors: the table of the checkpoint that was loaded (name, dtype, shape).
-    transports: refit transports. shadow: a refit is staged beside the weights that serve.
+    transports: refit transports. shadow: a refit is staged beside the weights that serve. ranks: processes with weights.
     """
 
     info: str
@@ -83,6 +83,7 @@ class EngineFacts:
     tensors: tuple[refit_pb2.TensorSpec, ...]
     transports: tuple[str, ...] = ("shm",)
     shadow: bool = True
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class VllmEngine:
                 Reason.ENGINE_ERROR, f"vLLM could not load {self._model}: {error}", knob="rollout.engine"
             ) from error
         vllm_seams.check_front(self._llm, media=self._processor is not None)
-        await self._rpc("omni_ready")
+        ranks = await self._rpc_all("omni_ready")
         await self._warm_up()
         engine = self._config.engine
         self._facts = EngineFacts(
@@ -121,6 +121,8 @@ class VllmEngine:
             max_model_len=engine.max_model_len,
             max_num_seqs=engine.max_num_seqs,
             tensors=self._table,
+            transports=tuple(ranks[0]["transports"]),
+            ranks=len(ranks),
         )
         self._polling = asyncio.create_task(self._poll_counters())
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from omnifleet.config.services import EngineConfig, RolloutConfig
+from omnifleet_rollout.engine.checkpoint import read_config
+from omnifleet_rollout.engine.vllm_compat import Compatibility, extra_outputs
 
 EXTENSION = "omnifleet_rollout.engine.extension.OmnifleetExtension"
 
@@ -32,10 +34,16 @@ def set_environment(engine: EngineConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def launch(model: Path, config: RolloutConfig, on_stats: Callable[[int, int, float], None]) -> Any:
+def launch(
+    model: Path,
+    config: RolloutConfig,
+    compatibility: Compatibility,
+    on_stats: Callable[[int, int, float], None],
+) -> Any:
     """Start the engine processes and wait for them; returns the AsyncLLM.
 
-    on_stats: called after each engine step with (running, waiting, share of KV blocks in use). Raises what vLLM raises.
+    on_stats: called after each engine step with (running, waiting, share of KV blocks in use). Raises what vLLM raises,
+    and UNSUPPORTED for an output that this engine cannot return.
     """
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -44,6 +52,7 @@ def launch(model: Path, config: RolloutConfig, on_stats: Callable[[int, int, flo
 
     engine = config.engine
     executor = "InProcess" if engine.tensor_parallel_size == 1 else "Tensors"
+    extras = extra_outputs(engine, compatibility, read_config(model), cpu=current_platform.is_cpu())
     optional = {
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "kv_cache_memory_bytes": engine.kv_cache_memory_bytes,
@@ -68,6 +77,7 @@ def launch(model: Path, config: RolloutConfig, on_stats: Callable[[int, int, flo
         distributed_executor_backend=f"omnifleet_rollout.engine.executor.{executor}",
         **{name: value for name, value in optional.items() if value is not None},
         **_pixels_as_given(AsyncEngineArgs),
+        **extras,
     )
     if current_platform.is_cpu():
         # No thread pool before the fork: the child could not use it. The front end does no arithmetic of weight.

@@ -22,6 +22,17 @@ from omnifleet.errors import OmnifleetError, Reason
 
 CHECKED = ("0.25.1", "0.32.0")
 
+LANGUAGE_IN_ENCODER = frozenset(
+    {
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+        "NemotronH_Omni_Reasoning_V3",
+    }
+)
+"""What vLLM keeps as the encoder's output of a clip holds, in these, rows of the language model's embedding: it is stale after
+every refit, also where the vision tower is frozen."""
+
 BYPASSED = {
     # load_weights of these models calls default_weight_loader directly, which the layerwise reload does not see.
     "NemotronH_Nano_VL_V2": ("mlp1.", "vision_projector.vision_final_layernorm."),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,10 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """The parser classes of one model; None where the settings name none."""
+    """The parser classes of one model; None where the settings name none. request: tools -> what the parsers take for one."""
 
     tokenizer: Any
+    request: Callable[[list[dict[str, Any]] | None], Any]
     tool_class: Any = None
     reasoning_class: Any = None
 
@@ -57,6 +58,7 @@ class Parsers:
         if not (config.tool_parser or config.reasoning_parser):
             return None
         try:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
             from vllm.reasoning import ReasoningParserManager
             from vllm.tool_parsers import ToolParserManager
         except ImportError as error:
@@ -72,7 +74,12 @@ class Parsers:
             "reasoning_parser",
             config.reasoning_parser,
         )
-        parsers = Parsers(tokenizer, tool, reasoning)
+        parsers = Parsers(
+            tokenizer,
+            lambda tools: ChatCompletionRequest(messages=[], model="", tools=tools),
+            tool,
+            reasoning,
+        )
         try:
             parsers.parse("", [{"type": "function", "function": {"name": "probe"}}] if tool else [])
         except (RuntimeError, ValueError, LookupError) as error:
@@ -85,7 +92,7 @@ class Parsers:
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
         """Split one reply. tools: of the request, in OpenAI's chat form; none: no call is looked for."""
-        request = self._request(tools)
+        request = self.request([dict(tool) for tool in tools] or None)
         reasoning, content = "", text
         if self.reasoning_class is not None:
             found, rest = self.reasoning_class(self.tokenizer).extract_reasoning(text, request)
@@ -101,11 +108,6 @@ class Parsers:
             for call, text in zip(extracted.tool_calls, arguments, strict=True)
         )
         return Parsed(extracted.content or "", reasoning, calls)
-
-    def _request(self, tools: Sequence[Mapping[str, Any]]) -> Any:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        return ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools] or None)
 
 
 class ParsersLoader:

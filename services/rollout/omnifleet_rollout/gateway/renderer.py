@@ -101,6 +101,11 @@ class Renderer:
                 knob="on_history_change: rerender",
             )
         last = prefix.token_ids[-1]
+        if last in self.placeholders.values():
+            raise invalid(
+                "the last reply ended in a media placeholder that the model sampled; nothing can follow it",
+                knob="rollout.engine.media_tokens: ban",
+            )
         if last in self.eos | self.special:
             text = text.removeprefix(self.token_text(last))  # the reply ended itself, as the template would
         media = [*prefix.media, *(ref for message in messages[prefix.end :] for ref in message.media)]

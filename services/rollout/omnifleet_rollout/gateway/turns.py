@@ -123,7 +123,9 @@ def message_digest(message: Plain) -> str:
     body, refs = message.body, iter(message.media)
     content: Any = body.get("content") or ""
     if not isinstance(content, str):
-        parts: list[Any] = [p["text"] if p["type"] == "text" else {"media": next(refs).digest} for p in content]
+        parts: list[Any] = [
+            p["text"] if p["type"] == "text" else {"media": next(refs).digest} for p in content
+        ]
         content = parts if message.media else "".join(parts)
     calls = [_function(call) for call in body.get("tool_calls") or ()]
     fields = {"role": body["role"], "content": content, "calls": calls, "of": body.get("tool_call_id") or ""}

@@ -23,6 +23,7 @@ from omnifleet.wire.codec import (
     spans_to_wire,
 )
 from omnifleet_rollout.engine.port import Engine, EngineDelta, EnginePrompt, EngineRequest
+from omnifleet_rollout.worker.extras import Extras
 from omnifleet_rollout.worker.gate import Ending, Flight, Gate, ended_error
 from omnifleet_rollout.worker.mailbox import Mailbox
 from omnifleet_rollout.worker.provenance import Provenance
@@ -51,6 +52,7 @@ class Reply:
     flight: Flight
     tokens: list[int]
     provenance: Provenance
+    extras: Extras
     cached_tokens: int = 0
 
 
@@ -100,9 +102,10 @@ class Generation:
     async def _prepare(self, request: rollout_pb2.GenerateRequest, sampling: Sampling) -> Call:
         media = [media_from_wire(ref) for ref in request.media]
         prompt = await self._engine.prepare(request.tokens.token_ids, media, request.identity.run)
+        room = self._engine.facts.max_model_len - len(prompt.token_ids)
         return Call(
             id=request.request_id or uuid.uuid4().hex,
-            sampling=sampling,
+            sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
             prompt=prompt,
             prefix=tuple(request.continuation.token_ids),
             prefix_spans=tuple(spans_from_wire(request.continuation.spans)),
@@ -119,12 +122,15 @@ class Generation:
             worker=self._standing.worker,
             logprobs_mode=str(self._engine.facts.logprobs_mode),
             media=request.media,
+            engine=self._engine.facts.info,
+            processor_fingerprints=call.prompt.fingerprints,
+            max_tokens=call.sampling.max_tokens,
         )
         return rollout_pb2.GenerateEvent(prompt=echo)
 
     async def _sample(self, call: Call, index: int, flight: Flight, mailbox: Mailbox) -> None:
         provenance = Provenance(self._standing.worker, call.prefix_spans, len(call.prefix))
-        reply = Reply(index, flight, list(call.prefix), provenance)
+        reply = Reply(index, flight, list(call.prefix), provenance, Extras(len(call.prefix)))
         try:
             last = await self._reply(call, reply, mailbox)
         except OmnifleetError as error:
@@ -182,6 +188,7 @@ class Generation:
 
     def _take(self, delta: EngineDelta, reply: Reply, mailbox: Mailbox) -> None:
         count = len(delta.token_ids)
+        reply.extras.take(delta)
         if count:
             reply.tokens.extend(delta.token_ids)
             reply.flight.tokens += count
@@ -244,6 +251,8 @@ def _finished(reply: Reply, last: EngineDelta) -> rollout_pb2.Finished:
         spans=spans_to_wire(reply.provenance.spans),
         tokens=len(reply.tokens),
         cached_prompt_tokens=reply.cached_tokens,
+        routed_experts=reply.extras.routed_experts(),
+        sampling_mask=reply.extras.sampling_mask(),
     )
 
 

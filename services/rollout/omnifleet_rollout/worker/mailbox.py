@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator
 
 from omnifleet.errors import OmnifleetError
@@ -10,6 +12,9 @@ from omnifleet.types import VersionSpan
 from omnifleet.wire import rollout_pb2
 from omnifleet.wire.codec import spans_to_wire
 from omnifleet.wire.errors import to_detail
+
+PACE_S = 0.02
+"""Between two chunks of a call, if none of its samples ends: each message costs its reader more than a token is worth."""
 
 
 class Mailbox:
@@ -20,6 +25,7 @@ class Mailbox:
         self._chunks: dict[int, rollout_pb2.TokenChunk] = {}
         self._ends: list[rollout_pb2.GenerateEvent] = []
         self._filled = asyncio.Event()
+        self._ended = asyncio.Event()
 
     def tokens(
         self, sample: int, ids: list[int], logprobs: list[float], text: str, span: VersionSpan
@@ -48,15 +54,31 @@ class Mailbox:
         self._ends.append(event)
         self._running -= 1
         self._filled.set()
+        self._ended.set()
 
     async def events(self) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
         """Everything, until each sample has ended. The caller sets the deadline."""
+        said = -math.inf
         while self._chunks or self._ends or self._running:
             await self._filled.wait()
+            await self._keep_pace(said)
+            said = time.monotonic()
             self._filled.clear()
+            self._ended.clear()
             chunks, ends = self._chunks, self._ends
             self._chunks, self._ends = {}, []
             for sample, chunk in chunks.items():
                 yield rollout_pb2.GenerateEvent(sample=sample, chunk=chunk)
             for event in ends:
                 yield event
+
+    async def _keep_pace(self, said: float) -> None:
+        """Wait until PACE_S after `said`, unless a sample ends before."""
+        left = said + PACE_S - time.monotonic()
+        if left <= 0:
+            return
+        try:
+            async with asyncio.timeout(left):
+                await self._ended.wait()
+        except TimeoutError:
+            return

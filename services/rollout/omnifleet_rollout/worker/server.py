@@ -133,6 +133,7 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
             shadow=facts.shadow,
             version=version_to_wire(self._gate.standing.version),
             engine=facts.info,
+            ranks=facts.ranks,
         )
 
     async def Stage(self, request: refit_pb2.StageRequest, context: Any) -> refit_pb2.StageReply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,20 @@ from omnifleet.client.media import MediaClient
 from omnifleet.config.load import apply_overrides
 from omnifleet.config.services import RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.processor import image_token_id, read_image_processor
+from omnifleet.processor import (
+    image_token_id,
+    read_image_processor,
+    read_video_processor,
+    video_token_id,
+)
 from omnifleet.service import PASSING_EXIT, load_section, load_tokens, peer, run_to_exit
 from omnifleet.telemetry.logs import set_up_logs
-from omnifleet.types import MediaRef
+from omnifleet.types import MediaKind, MediaRef
 from omnifleet_rollout.engine.checkpoint import read_table
 from omnifleet_rollout.engine.port import Engine
 from omnifleet_rollout.worker.command import run_worker
+
+log = logging.getLogger("omnifleet.rollout.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +95,26 @@ def _fake_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Eng
     model = options.model or _model_of_recipe(options.run_dir, options.overrides)
     if model is None or not (model / "config.json").is_file():
         return FakeEngine(**facts)
-    processor = read_image_processor(model)
+    processors = {MediaKind.IMAGE: read_image_processor(model)}
+    try:
+        processors[MediaKind.VIDEO] = read_video_processor(model)
+    except OmnifleetError:
+        log.info("%s takes no clips", model)
 
     async def count_features(ref: MediaRef, run: str) -> int:
+        processor = processors.get(ref.kind)
+        if processor is None:
+            raise OmnifleetError(Reason.UNSUPPORTED, f"{model} takes no {ref.kind}")
         address = await peer(options.run_dir, "media", given=options.media)
         async with MediaClient.open(address, tokens.secret(Scope.SERVICE)) as media:
             return (await media.segment(ref, processor, run)).token_count
 
     return FakeEngine(
-        **facts, table=read_table(model), image_token=image_token_id(model), count_features=count_features
+        **facts,
+        table=read_table(model),
+        image_token=image_token_id(model),
+        video_token=video_token_id(model),
+        count_features=count_features,
     )
 
 

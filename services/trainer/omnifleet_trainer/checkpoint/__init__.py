@@ -3,6 +3,12 @@
 The room knows folders, renames and fsync. It must not know what a policy writes into its folder.
 """
 
-from omnifleet_trainer.checkpoint.store import CheckpointState, latest_checkpoint, prune, write_checkpoint
+from omnifleet_trainer.checkpoint.store import (
+    CheckpointState,
+    latest_checkpoint,
+    oldest_step,
+    prune,
+    write_checkpoint,
+)
 
-__all__ = ["CheckpointState", "latest_checkpoint", "prune", "write_checkpoint"]
+__all__ = ["CheckpointState", "latest_checkpoint", "oldest_step", "prune", "write_checkpoint"]

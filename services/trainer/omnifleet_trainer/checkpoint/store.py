@@ -123,6 +123,12 @@ def prune(root: Path, keep: int) -> list[Path]:
     return removed
 
 
+def oldest_step(root: Path) -> int | None:
+    """Step of the oldest complete checkpoint: no resume goes further back. None if there is none."""
+    found = _complete(root) if root.is_dir() else []
+    return _rank(found[0])[0] if found else None
+
+
 def sweep(root: Path) -> None:
     """Remove scratch folders that no living process writes."""
     for folder in root.glob(f"{_SCRATCH}*"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import zstandard
@@ -30,7 +31,9 @@ def pack(body: dict[str, Any]) -> bytes:
 
 
 def unpack(payload: bytes) -> dict[str, Any]:
-    """Undo `pack`."""
+    """Undo `pack`; {} for a payload that retention took."""
+    if not payload:
+        return {}
     body: dict[str, Any] = json.loads(zstandard.decompress(payload, max_output_size=_MAX_BYTES))
     return body
 
@@ -89,6 +92,14 @@ def unpack_trajectory(trajectory_id: str, shared: dict[str, Any], own: dict[str,
         prompt=shared.get("prompt", ""),
         ground_truth=shared.get("ground_truth", ""),
         extra=shared.get("extra", {}),
+    )
+
+
+def light_spans(spans: Sequence[VersionSpan]) -> str:
+    """Spans as JSON without run and manifest digest (the `weights` table has that): what stays after retention."""
+    return json.dumps(
+        [[s.version.lineage, s.version.number, s.start, s.end, s.worker] for s in spans],
+        separators=(",", ":"),
     )
 
 

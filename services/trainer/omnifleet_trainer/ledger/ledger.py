@@ -19,11 +19,17 @@ from typing import IO
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.types import Group, Outcome
-from omnifleet_trainer.ledger.codec import pack_shared, pack_trajectory, unpack, unpack_trajectory
+from omnifleet_trainer.ledger.codec import (
+    light_spans,
+    pack_shared,
+    pack_trajectory,
+    unpack,
+    unpack_trajectory,
+)
+from omnifleet_trainer.ledger.migrate import SCHEMA_VERSION, migrate
 from omnifleet_trainer.ledger.port import LedgerCounts, PromptLease, ReadyGroup, Rollback
 from omnifleet_trainer.ledger.queries import count_all
 
-SCHEMA_VERSION = 1
 _BUSY_S = 10.0
 _UNCOUNTED = (Outcome.INFRA_ERROR, Outcome.STALE)
 
@@ -82,6 +88,10 @@ class SqliteLedger:
         db.execute(
             "UPDATE consumptions SET voided_by = ? WHERE voided_by IS NULL AND step > ?", (new_lineage, step)
         )
+        emptied = (
+            "SELECT id FROM groups WHERE state = 'ready' AND payload = x''"  # older than any kept checkpoint
+        )
+        _expire(db, [row[0] for row in db.execute(emptied)])
         return again
 
     def reclaim_expired(self) -> int:
@@ -147,7 +157,7 @@ class SqliteLedger:
                 (Outcome.SCORED, lease.occurrence),
             )
             db.execute(
-                "INSERT INTO groups VALUES (?, ?, ?, 'ready', ?, ?, ?, ?)",
+                "INSERT INTO groups VALUES (?, ?, ?, 'ready', ?, ?, ?, ?, ?)",
                 (
                     group.id,
                     lease.occurrence,
@@ -156,14 +166,29 @@ class SqliteLedger:
                     newest,
                     len(group.trajectories),
                     pack_shared(first),
+                    " ".join(ref.digest for ref in first.media),
                 ),
             )
             db.executemany(
-                "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (t.id, group.id, t.identity.sample, t.reward, len(t.token_ids), pack_trajectory(t))
+                    (
+                        t.id,
+                        group.id,
+                        t.identity.sample,
+                        t.reward,
+                        len(t.token_ids),
+                        pack_trajectory(t),
+                        t.reward_version,
+                        light_spans(t.spans),
+                    )
                     for t in group.trajectories
                 ),
+            )
+            versions = {span.version for t in group.trajectories for span in t.spans}
+            db.executemany(
+                "INSERT OR IGNORE INTO weights VALUES (?, ?, ?)",
+                ((v.lineage, v.number, v.manifest_digest) for v in versions),
             )
 
     def fail_attempt(self, lease: PromptLease, outcome: Outcome, error: str, *, limit: int) -> bool:
@@ -202,6 +227,12 @@ class SqliteLedger:
         head = self._db.execute("SELECT prompt_id, payload FROM groups WHERE id = ?", (group_id,)).fetchone()
         if head is None:
             raise OmnifleetError(Reason.NOT_FOUND, f"the ledger has no group {group_id!r}")
+        if not head[1]:
+            raise OmnifleetError(
+                Reason.NOT_FOUND,
+                f"retention took the payload of group {group_id}",
+                knob="trainer.ledger_payload_steps",
+            )
         shared = unpack(head[1])
         rows = self._db.execute(
             "SELECT id, payload FROM trajectories WHERE group_id = ? ORDER BY sample", (group_id,)
@@ -230,6 +261,22 @@ class SqliteLedger:
                     "INSERT INTO consumptions SELECT id, ?, ?, ?, NULL FROM trajectories WHERE group_id = ?",
                     (self._lineage, step, version, group_id),
                 )
+
+    def forget_payloads(self, before_step: int) -> int:
+        """Empty the payloads of groups that no resume can need: consumed by steps below `before_step`, or expired.
+
+        Rows, rewards, versions, spans and digests stay. The file does not shrink; new rows take the freed pages.
+        Returns how many groups were emptied.
+        """
+        old = """payload != x'' AND (state = 'expired' OR (state = 'consumed' AND id IN (
+            SELECT t.group_id FROM consumptions c JOIN trajectories t ON t.id = c.trajectory
+            WHERE c.voided_by IS NULL AND c.step < ?)))"""
+        with self._transaction() as db:
+            db.execute(
+                f"UPDATE trajectories SET payload = x'' WHERE group_id IN (SELECT id FROM groups WHERE {old})",
+                (before_step,),
+            )
+            return db.execute(f"UPDATE groups SET payload = x'' WHERE {old}", (before_step,)).rowcount
 
     def first_open(self) -> tuple[int, int] | None:
         """Place (epoch, position) of the first occurrence that is pending or leased, None if there is none."""
@@ -301,12 +348,7 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA foreign_keys = ON")
-        version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION):
-            raise invalid(
-                f"ledger {path} has schema {version}, this build writes {SCHEMA_VERSION}",
-                reason=Reason.CORRUPT,
-            )
+        migrate(db, path)
         db.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     except sqlite3.Error as error:

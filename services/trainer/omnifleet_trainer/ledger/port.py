@@ -130,6 +130,10 @@ class Ledger(Protocol):
         """Account all trajectories of the groups to a step, durably. Raises CONFLICT if one is not ready."""
         ...
 
+    def forget_payloads(self, before_step: int) -> int:
+        """Empty payloads of groups consumed by steps below `before_step`, and of expired ones; returns how many."""
+        ...
+
     def first_open(self) -> tuple[int, int] | None:
         """Place (epoch, position) of the first occurrence that is pending or leased, None if there is none."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
-from omnifleet.types import Identity, VersionSpan
+from omnifleet.types import Identity, VersionSpan, WeightVersion
 from omnifleet_trainer.ledger.codec import unpack, unpack_span
 from omnifleet_trainer.ledger.port import LedgerCounts
 
@@ -44,17 +45,21 @@ _COUNTS = {
 
 _ROWS = """
     SELECT t.id, g.id, g.prompt_id, g.state, t.reward, a.outcome, a.lineage,
-           coalesce(c.step, 0) AS step, t.tokens, t.payload, g.payload
+           coalesce(c.step, 0) AS step, t.tokens, t.sample, t.reward_version, t.spans, g.media, t.payload, g.payload
     FROM trajectories t JOIN groups g ON g.id = t.group_id JOIN attempts a ON a.id = g.id
     LEFT JOIN consumptions c ON c.trajectory = t.id AND c.voided_by IS NULL
     WHERE (:lineage = '' OR coalesce(c.lineage, a.lineage) = :lineage) AND (:state = '' OR g.state = :state)
+      AND (:step = 0 OR c.step = :step)
     ORDER BY t.rowid LIMIT :limit
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """One trajectory as the ledger knows it. step: 0 = not consumed. lineage: of the attempt."""
+    """One trajectory as the ledger knows it. step: 0 = not consumed. lineage: of the attempt.
+
+    own, shared: the payloads, {} once retention took them; everything else stays.
+    """
 
     trajectory: str
     group: str
@@ -65,23 +70,48 @@ class LedgerRow:
     lineage: str
     step: int
     tokens: int
+    sample: int
+    reward_version: str
+    light_spans: str
+    media_digests: str
     own: dict[str, Any]
     shared: dict[str, Any]
 
     @property
     def identity(self) -> Identity:
         """Whose sample it is."""
-        return Identity(**self.own["identity"])
+        if self.own:
+            return Identity(**self.own["identity"])
+        return Identity(
+            "", prompt_id=self.prompt_id, group_id=self.group, attempt=self.group, sample=self.sample
+        )
 
     @property
     def spans(self) -> list[VersionSpan]:
-        """Which weights made which tokens."""
-        return [unpack_span(body) for body in self.own["spans"]]
+        """Which weights made which tokens; without manifest digests once retention took the payload."""
+        if self.own:
+            return [unpack_span(body) for body in self.own["spans"]]
+        return [
+            VersionSpan(WeightVersion("", lineage, number), start, end, worker)
+            for lineage, number, start, end, worker in json.loads(self.light_spans or "[]")
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """The whole row, for export: a line a trajectory."""
-        names = ("trajectory", "group", "prompt_id", "state", "outcome", "lineage", "step")
-        return {**{name: getattr(self, name) for name in names}, **self.shared, **self.own}
+        names = (
+            "trajectory",
+            "group",
+            "prompt_id",
+            "state",
+            "outcome",
+            "lineage",
+            "step",
+            "tokens",
+            "reward",
+        )
+        body = {name: getattr(self, name) for name in names}
+        body |= {"reward_version": self.reward_version, "media": self.media_digests.split()}
+        return {**body, "spans": json.loads(self.light_spans or "[]"), **self.shared, **self.own}
 
 
 def count_all(db: sqlite3.Connection) -> LedgerCounts:
@@ -107,14 +137,37 @@ class LedgerReader:
         finally:
             db.close()
 
-    def rows(self, *, lineage: str = "", state: str = "", limit: int = -1) -> Iterator[LedgerRow]:
-        """Trajectories in the order in which they were recorded; `limit` -1 = all. Raises INVALID_REQUEST."""
+    def rows(
+        self, *, lineage: str = "", state: str = "", step: int = 0, limit: int = -1
+    ) -> Iterator[LedgerRow]:
+        """Trajectories in the order in which they were recorded; step 0 = any, `limit` -1 = all.
+
+        Raises INVALID_REQUEST.
+        """
         if state and state not in STATES:
             raise invalid(f"state {state!r} is not one of {', '.join(STATES)}")
         db = self._connect()
         try:
-            for row in db.execute(_ROWS, {"lineage": lineage, "state": state, "limit": limit}):
+            wanted = {"lineage": lineage, "state": state, "step": step, "limit": limit}
+            for row in db.execute(_ROWS, wanted):
                 yield _row(row)
+        finally:
+            db.close()
+
+    def select(self, sql: str, *, limit: int = 1000) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """One SELECT of the caller's own over the tables of schema.sql: column names and at most `limit` rows.
+
+        The connection is read-only and `query_only`. Raises INVALID_REQUEST for anything that SQLite refuses.
+        """
+        db = self._connect()
+        try:
+            db.execute("PRAGMA query_only = ON")
+            found = db.execute(sql)
+            if found.description is None:
+                raise invalid("the statement selects nothing", knob="--sql")
+            return [column[0] for column in found.description], found.fetchmany(limit)
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            raise invalid(f"the ledger cannot answer: {error}", knob="--sql") from error
         finally:
             db.close()
 

@@ -50,7 +50,8 @@ CREATE TABLE IF NOT EXISTS groups (
     oldest_version INTEGER NOT NULL,
     newest_version INTEGER NOT NULL,
     samples INTEGER NOT NULL,
-    payload BLOB NOT NULL
+    payload BLOB NOT NULL,                -- empty once retention took it
+    media TEXT NOT NULL DEFAULT ''        -- digests, in the order of the prompt, separated by spaces
 );
 CREATE UNIQUE INDEX IF NOT EXISTS one_live_group ON groups (occurrence) WHERE state != 'expired';
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state);
@@ -61,8 +62,18 @@ CREATE TABLE IF NOT EXISTS trajectories (
     sample INTEGER NOT NULL,
     reward REAL NOT NULL,
     tokens INTEGER NOT NULL,
-    payload BLOB NOT NULL,
+    payload BLOB NOT NULL,                -- empty once retention took it
+    reward_version TEXT NOT NULL DEFAULT '',
+    spans TEXT NOT NULL DEFAULT '',       -- JSON: [lineage, number, first token, end, worker] each
     UNIQUE (group_id, sample)
+);
+
+-- Weights that made tokens; spans name them by lineage and number.
+CREATE TABLE IF NOT EXISTS weights (
+    lineage TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    manifest TEXT NOT NULL,
+    PRIMARY KEY (lineage, number)
 );
 
 -- A rollback voids what was trained after its checkpoint: those updates are not in the surviving weights.

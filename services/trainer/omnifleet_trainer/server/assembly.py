@@ -19,7 +19,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import image_token_id, read_image_processor
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Sampling, WeightVersion
-from omnifleet_trainer.checkpoint import CheckpointState, prune, write_checkpoint
+from omnifleet_trainer.checkpoint import CheckpointState, oldest_step, prune, write_checkpoint
 from omnifleet_trainer.evaluation import HeldOut
 from omnifleet_trainer.ledger import SqliteLedger
 from omnifleet_trainer.loop.admission import Admission
@@ -224,7 +224,14 @@ class Checkpoints:
         )
         path = await self._weights.on_thread(lambda: self._write(step, state))
         log.info("checkpoint of step %d in %s", step, path)
+        self._forget(step)
         return path
+
+    def _forget(self, step: int) -> None:
+        """Retention: payloads that neither the recipe nor a kept checkpoint asks for."""
+        keep, oldest = self._recipe.trainer.ledger_payload_steps, oldest_step(self._root)
+        if keep is not None and oldest is not None:
+            self._ledger.forget_payloads(min(oldest, step - keep) + 1)
 
     def _write(self, step: int, state: CheckpointState) -> Path:
         path = write_checkpoint(self._root, step, save_policy=self._save, state=state)

@@ -17,6 +17,6 @@ from omnifleet_trainer.objectives.tensors import Tokens
 def sapo(tokens: Tokens, objective: ObjectiveConfig) -> Surrogate:
     """The gated ratio; `bounded` is the gate's value."""
     ratio, a = token_ratio(tokens), tokens.advantages
-    tau = torch.where(a > 0, objective.sapo.tau_positive, objective.sapo.tau_negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, objective.sapo.tau_negative).masked_fill(a > 0, objective.sapo.tau_positive)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
     return Surrogate(-gate * a, ratio.detach(), gate.detach(), nowhere(tokens), nowhere(tokens))

@@ -1,0 +1,99 @@
+"""Single-flight between processes: whoever claims a key in the index first makes it, the others wait for the result.
+
+A claim is advice, not a lock: it runs out when its owner dies or stalls, and what two processes then both make is the
+same content under the same address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.types import Digest
+from omnifleet_media.index.port import Index
+from omnifleet_media.server.retention import now_ms
+
+Value = TypeVar("Value")
+
+log = logging.getLogger("omnifleet.media")
+
+_CLAIM_MS = 6000
+_RENEW_S = 1.5
+_PATIENCE_S = 120.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
+
+
+class Flights:
+    """Claims of this process."""
+
+    def __init__(self, index: Index, claim_ms: int = _CLAIM_MS) -> None:
+        """claim_ms: how long a dead owner's claim holds the others up."""
+        self._index = index
+        self._owner = uuid.uuid4().hex
+        self._claim_ms = claim_ms
+
+    async def find_or_make(
+        self,
+        key: Digest,
+        find: Callable[[], Awaitable[Value | None]],
+        make: Callable[[], Awaitable[Value]],
+    ) -> tuple[Value, bool]:
+        """What `find` finds, now or once another process made it, or what `make` makes; True: made here.
+
+        Raises what `make` raises; OmnifleetError(OVERLOADED), retryable, after two minutes of waiting for others.
+        """
+        end, pause = time.monotonic() + _PATIENCE_S, _FIRST_PAUSE_S
+        while True:
+            found = await find()
+            if found is not None:
+                return found, False
+            if await self._claim(key):
+                return await self._fly(key, find, make)
+            if time.monotonic() >= end:
+                raise retryable(
+                    Reason.OVERLOADED, f"another service has been making {key} for {_PATIENCE_S:.0f} s"
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def _fly(
+        self,
+        key: Digest,
+        find: Callable[[], Awaitable[Value | None]],
+        make: Callable[[], Awaitable[Value]],
+    ) -> tuple[Value, bool]:
+        renewing = asyncio.create_task(self._keep_claim(key))
+        try:
+            found = await find()  # another may have finished between our look and our claim
+            if found is not None:
+                return found, False
+            return await make(), True
+        finally:
+            renewing.cancel()
+            with suppress(asyncio.CancelledError):
+                await renewing
+            await self._give_up(key)
+
+    async def _claim(self, key: Digest) -> bool:
+        now = now_ms()
+        return await self._index.take_flight(key, self._owner, now + self._claim_ms, now)
+
+    async def _keep_claim(self, key: Digest) -> None:
+        while True:
+            await asyncio.sleep(min(_RENEW_S, self._claim_ms / 4000))
+            try:
+                await self._claim(key)
+            except OmnifleetError as error:
+                log.warning("a claim could not be prolonged: %s", error)
+
+    async def _give_up(self, key: Digest) -> None:
+        try:
+            await self._index.end_flight(key, self._owner)
+        except OmnifleetError as error:
+            log.warning("a claim is left to run out: %s", error)

@@ -1,0 +1,227 @@
+"""Media of a prompt on their way into vLLM: model-ready segments with explicit places, never its own processor.
+
+So nothing is decoded, resampled or expanded twice, and vLLM's caches are keyed by content: the uuid of an item is its
+segment's key, the digest of (media digest, processor fingerprint), and the fingerprint covers the processor's class, its
+settings, its library and the sampling contract. Encoder outputs depend on trained weights too; that cache is emptied by
+each refit that changes what they depend on, so the uuid needs no epoch and pixels stay cached across versions.
+
+How vLLM tells that it lacks a picture, and what becomes of each sign here:
+
+1. its front end: "Cache miss ... data is not provided", an HTTP 400 or an exception in process. It comes from vLLM's own
+   rendering of a uuid without data. We render ourselves and never send one: an item is left out only where the front end's
+   own cache, asked in the same step, says that the engine process has it.
+2. `finish_reason="error"` without a token: the engine process has dropped what its front end thought it had. The request is
+   sent once more, with data (`VllmEngine.generate`).
+3. an assertion in the engine process, in releases without sign 2: there, every request carries its data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omnifleet.client.media import MediaClient, Segment
+from omnifleet.config.services import EngineConfig
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.processor import (
+    ProcessorSpec,
+    image_token_id,
+    read_image_processor,
+    read_video_processor,
+    video_token_id,
+)
+from omnifleet.prompt import lay_out
+from omnifleet.types import MediaKind, MediaRef
+from omnifleet_rollout.engine import vllm_seams as seams
+from omnifleet_rollout.engine.port import EnginePrompt
+
+CLIPS = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
+"""Architectures whose clips are one run of equal placeholders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modality:
+    """How a model takes one kind of media. token: its placeholder. limit: most items in one prompt."""
+
+    spec: ProcessorSpec
+    token: int
+    limit: int
+    knob: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One media item of a prompt: where its features go within the expanded ids."""
+
+    kind: MediaKind
+    segment: Segment
+    offset: int
+
+
+class PromptMedia:
+    """Turns token prompts with media references into what `EngineRequest` carries, and that into vLLM's input.
+
+    find_media: address of the media service, asked at the first item.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        architecture: str,
+        engine: EngineConfig,
+        *,
+        find_media: Callable[[], Awaitable[str]],
+        secret: str,
+    ) -> None:
+        self._architecture, self._limit = architecture, engine.max_model_len
+        self._find_media, self._secret = find_media, secret
+        self._kinds = _modalities(model, architecture, engine)
+        self.tokens = _placeholders(model)
+        """Placeholder tokens of the model, also those of kinds that are not served."""
+        self._client: MediaClient | None = None
+        self._opening = asyncio.Lock()
+        self._stack = AsyncExitStack()
+        self.counters: dict[str, float] = {"pictures_sent": 0.0, "clips_sent": 0.0, "media_resent": 0.0}
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether the model takes media at all."""
+        return bool(self._kinds)
+
+    async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
+        """Expand placeholders and find the media. See `Engine.prepare`."""
+        self._check(media)
+        segments = [await self._segment(ref, run) for ref in media]
+        wanted = [(self._kinds[r.kind].token, s.token_count) for r, s in zip(media, segments, strict=True)]
+        ids, ranges = lay_out(token_ids, wanted, self.tokens)
+        if len(ids) >= self._limit:
+            raise invalid(
+                f"the expanded prompt has {len(ids)} tokens, max_model_len is {self._limit}",
+                knob="rollout.engine.max_model_len",
+                reason=Reason.PROMPT_TOO_LONG,
+            )
+        items = tuple(
+            Item(ref.kind, segment, offset)
+            for ref, segment, (offset, _) in zip(media, segments, ranges, strict=True)
+        )
+        return EnginePrompt(ids, items or None, tuple(str(segment.fingerprint) for segment in segments))
+
+    def _check(self, media: Sequence[MediaRef]) -> None:
+        for kind in {ref.kind for ref in media}:
+            modality = self._kinds.get(kind)
+            if modality is None:
+                knob = "rollout.engine.videos_per_prompt" if kind is MediaKind.VIDEO else "rollout.engine"
+                message = f"{self._architecture} takes no {kind} here"
+                raise OmnifleetError(Reason.UNSUPPORTED, message, knob=knob)
+            count = sum(ref.kind is kind for ref in media)
+            if count > modality.limit:
+                message = f"{count} {kind} items in one prompt, at most {modality.limit} are allowed"
+                raise invalid(message, knob=modality.knob)
+
+    async def _segment(self, ref: MediaRef, run: str) -> Segment:
+        return await (await self._media()).segment(ref, self._kinds[ref.kind].spec, run)
+
+    async def _media(self) -> MediaClient:
+        async with self._opening:
+            if self._client is None:
+                opened = MediaClient.open(await self._find_media(), self._secret, name="rollout worker")
+                self._client = await self._stack.enter_async_context(opened)
+            return self._client
+
+    async def close(self) -> None:
+        """Disconnect. Idempotent."""
+        await self._stack.aclose()
+
+    # ------------------------------------------------------------------ into vLLM
+
+    def engine_input(
+        self, llm: Any, prompt: EnginePrompt, prefix: Sequence[int], salt: str, *, send_all: bool, again: bool
+    ) -> Any:
+        """vLLM's rendered form of a prompt: expanded ids, explicit places, no text.
+
+        send_all: data goes with every item, else only where the engine process lacks it. again: after a miss.
+        """
+        from vllm.inputs import mm_input, tokens_input
+
+        ids = [*prompt.token_ids, *prefix]
+        items: Sequence[Item] | None = prompt.media
+        if not items:
+            return tokens_input(ids, cache_salt=salt)
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        self.counters["media_resent"] += float(again)
+        kwargs: dict[str, list[Any]] = {}
+        hashes: dict[str, list[str]] = {}
+        places: dict[str, list[Any]] = {}
+        for item in items:
+            modality, segment = str(item.kind), item.segment
+            kwargs.setdefault(modality, []).append(self._data(llm, item, send_all or again))
+            hashes.setdefault(modality, []).append(str(segment.key))
+            place = PlaceholderRange(offset=item.offset, length=segment.token_count)
+            places.setdefault(modality, []).append(place)
+        return mm_input(ids, MultiModalKwargsItems(kwargs), hashes, places, cache_salt=salt)
+
+    def _data(self, llm: Any, item: Item, send: bool) -> Any:
+        def make() -> Any:
+            self.counters["clips_sent" if item.kind is MediaKind.VIDEO else "pictures_sent"] += 1
+            return seams.media_item(llm, _tensors(item), str(item.kind))
+
+        return make() if send else seams.send_once(llm, str(item.segment.key), make)
+
+
+def _tensors(item: Item) -> dict[str, Any]:
+    """Copies: vLLM's tensors may be written to, the mapped segment must not be."""
+    import torch
+
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in item.segment.tensors.items()}
+    if item.kind is MediaKind.VIDEO:
+        times = item.segment.times_s
+        step = times[1] - times[0] if len(times) > 1 else 1.0
+        tensors["second_per_grid_ts"] = torch.tensor(
+            [step]
+        )  # Qwen2.5-VL places clips in time; others ignore it
+    return tensors
+
+
+def _modalities(model: Path, architecture: str, engine: EngineConfig) -> dict[MediaKind, Modality]:
+    """What the checkpoint takes and the settings allow. Raises UNSUPPORTED for clips of a model whose clips we cannot place."""
+    kinds = {}
+    if engine.images_per_prompt and _has_pictures(model):
+        spec, token = read_image_processor(model), image_token_id(model)
+        kinds[MediaKind.IMAGE] = Modality(
+            spec, token, engine.images_per_prompt, "rollout.engine.images_per_prompt"
+        )
+    if engine.videos_per_prompt:
+        knob = "rollout.engine.videos_per_prompt"
+        if architecture not in CLIPS:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED,
+                f"{architecture} takes no clips here; {', '.join(sorted(CLIPS))} do",
+                knob=knob,
+            )
+        kinds[MediaKind.VIDEO] = Modality(
+            read_video_processor(model), video_token_id(model), engine.videos_per_prompt, knob
+        )
+    return kinds
+
+
+def _placeholders(model: Path) -> list[int]:
+    tokens = set()
+    for token_id in (image_token_id, video_token_id):
+        with suppress(OmnifleetError):
+            tokens.add(token_id(model))
+    return sorted(tokens)
+
+
+def _has_pictures(model: Path) -> bool:
+    """Text models have neither an image processor nor a placeholder."""
+    try:
+        read_image_processor(model)
+        image_token_id(model)
+    except OmnifleetError:
+        return False
+    return True

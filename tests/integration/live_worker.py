@@ -1,0 +1,328 @@
+"""A worker with a real vLLM engine, a tiny random Qwen2-VL and a real media service, for tests; transformers as the reference."""
+
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from omnifleet.auth import Scope
+from omnifleet.client.media import MediaClient
+from omnifleet.client.rollout import RolloutClient
+from omnifleet.processor import (
+    image_token_id,
+    read_image_processor,
+    read_video_processor,
+    video_token_id,
+)
+from omnifleet.service import load_tokens, read_records
+from omnifleet.types import Generation, Identity, MediaKind, MediaRef, Sampling, WeightVersion
+from omnifleet.wire import media_pb2, refit_pb2, refit_pb2_grpc, rollout_pb2_grpc
+from omnifleet.wire.channel import open_channel
+from omnifleet.wire.codec import media_from_wire, version_to_wire
+from omnifleet.wire.errors import remote_errors
+from omnifleet.wire.manifest import bucket_checksum
+from tests import media_files
+
+WHO = Identity(run="test")
+TOLERANCE = 1e-3
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 64 << 20,
+    "block_size": 32,
+    "threads": 1,
+    "processor_cache_gb": 0.05,
+    "videos_per_prompt": 1,
+}
+
+
+# ---------------------------------------------------------------- weights and their reference
+
+
+def random_weights(table: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Fresh weights in the shapes of `table`, wide enough that logits differ visibly."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(t.shape, generator=generator) * (0.15 if "visual" in name else 0.2)
+        if t.ndim > 1
+        else t
+        for name, t in table.items()
+    }
+
+
+def make_checkpoint(out: Path, *, tied: bool) -> dict[str, Any]:
+    """A tiny Qwen2-VL with wide random weights; returns them."""
+    from safetensors.torch import load_file, save_file
+
+    from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+
+    write_checkpoint(out, seed=0, tie_embeddings=tied)
+    weights = random_weights(load_file(out / "model.safetensors"), seed=1)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+def hf_logprobs(
+    model: Path,
+    weights: Mapping[str, Any],
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    media: Sequence[Mapping[str, Any]] = (),
+    temperature: float = 1.0,
+) -> list[float]:
+    """Logprobs of `reply` after the expanded `prompt` by transformers, the reference."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen2VLForConditionalGeneration
+
+    folder = model.parent / f"hf-{model.name}"
+    folder.mkdir(exist_ok=True)
+    for file in model.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    hf = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors = {
+        name: torch.cat([torch.from_numpy(np.array(m[name])) for m in media if name in m])
+        for name in {name for m in media for name in m}
+    }
+    # The last token is never fed: it may be a placeholder that ended the reply, and has no features.
+    ids = torch.tensor([[*prompt, *reply[:-1]]])
+    types = (ids == image_token_id(model)).int() + 2 * (ids == video_token_id(model)).int()
+    with torch.no_grad():
+        logits = hf(input_ids=ids, mm_token_type_ids=types, **tensors).logits[0]
+    rows = torch.log_softmax(logits[len(prompt) - 1 :] / temperature, dim=-1)
+    return [float(row[token]) for row, token in zip(rows, reply, strict=True)]
+
+
+def write_transfer(
+    path: Path,
+    weights: Mapping[str, Any],
+    version: WeightVersion,
+    parent: WeightVersion | None,
+    changed: set[str],
+    *,
+    encoder_changed: bool = True,
+) -> refit_pb2.Manifest:
+    """One bucket with the changed tensors, float32."""
+    manifest = refit_pb2.Manifest(
+        version=version_to_wire(version),
+        parent=version_to_wire(parent),
+        checksum_algorithm="blake3",
+        encoder_changed=encoder_changed,
+    )
+    data = bytearray()
+    for name, tensor in weights.items():
+        entry = manifest.tensors.add(
+            name=name, dtype="F32", shape=list(tensor.shape), changed=name in changed
+        )
+        entry.bytes = 4 * tensor.numel()
+        if entry.changed:
+            entry.offset = len(data)
+            data += tensor.contiguous().numpy().tobytes()
+            data += bytes(-len(data) % 64)
+    manifest.buckets.add(index=0, bytes=len(data), checksum=bucket_checksum(bytes(data)))
+    path.write_bytes(data)
+    return manifest
+
+
+def damage(path: Path) -> None:
+    """Flip one bit."""
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+
+
+# ---------------------------------------------------------------- the living worker
+
+
+@dataclass
+class Live:
+    """A media service and a worker as processes; `weights` are those that the worker should hold now."""
+
+    run_dir: Path
+    model: Path
+    weights: dict[str, Any]
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    number: int = 0
+
+    def start(self, module: str, *options: str, name: str) -> str:
+        """Start `module`'s serve command; its gRPC address once it is ready."""
+        code = f"from {module}.cli import app; app()"
+        with (self.run_dir / f"{name}.log").open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, "serve", "--run-dir", str(self.run_dir), *options],
+                stderr=out,
+                stdout=out,
+            )
+        self.processes.append(process)
+        end = time.monotonic() + 120
+        while time.monotonic() < end and process.poll() is None:
+            record = read_records(self.run_dir).get(name)
+            if record is not None:
+                return record.grpc
+            time.sleep(0.05)
+        raise AssertionError((self.run_dir / f"{name}.log").read_text()[-4000:])
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def secret(self, scope: Scope) -> str:
+        return load_tokens(self.run_dir).secret(scope)
+
+    @asynccontextmanager
+    async def clients(self) -> AsyncIterator["Clients"]:
+        records = read_records(self.run_dir)
+        async with (
+            RolloutClient.open(records["worker-0"].grpc, self.secret(Scope.TRAINER)) as rollout,
+            MediaClient.open(records["media"].grpc, self.secret(Scope.SERVICE)) as media,
+            open_channel(records["worker-0"].grpc, self.secret(Scope.TRAINER)) as channel,
+        ):
+            yield Clients(
+                self,
+                rollout,
+                media,
+                refit_pb2_grpc.RefitStub(channel),
+                rollout_pb2_grpc.RolloutStub(channel),
+            )
+
+
+@dataclass
+class Clients:
+    """Everything a test says to the living worker."""
+
+    live: Live
+    rollout: RolloutClient
+    media: MediaClient
+    refit: Any
+    raw: Any
+
+    async def picture(self, colour: str, size: tuple[int, int] = (84, 56)) -> MediaRef:
+        out = io.BytesIO()
+        Image.new("RGB", size, colour).save(out, "PNG")
+        return await self.media.put_image(out.getvalue(), "test")
+
+    async def clip(self, frames: int, size: tuple[int, int] = (64, 48)) -> MediaRef:
+        """Every frame of a lossless clip; frame i is grey 25 i."""
+        contract = media_pb2.DecodeContract(sampling="uniform@1", num_frames=frames, temporal_patch=2)
+        data = media_files.clip(media_files.greys(frames, size, step=25))
+        reply = await self.media.put(data, "test", kind=MediaKind.VIDEO, contract=contract)
+        return media_from_wire(reply.ref)
+
+    async def tensors(self, ref: MediaRef) -> Mapping[str, Any]:
+        read = read_video_processor if ref.kind is MediaKind.VIDEO else read_image_processor
+        return (await self.media.segment(ref, read(self.live.model), "test")).tensors
+
+    async def generate(self, media: Sequence[MediaRef] = (), **sampling: Any) -> Generation:
+        reply = await self.rollout.generate(
+            prompt_token_ids=self.prompt(media),
+            media=media,
+            sampling=Sampling(**sampling),
+            identity=WHO,
+            deadline_s=60,
+        )
+        assert not reply.failures, reply.failures
+        return reply
+
+    def prompt(self, media: Sequence[MediaRef] = ()) -> list[int]:
+        """One placeholder an item, as a gateway sends it."""
+        ids = [40]
+        for ref in media:
+            read = video_token_id if ref.kind is MediaKind.VIDEO else image_token_id
+            ids += [read(self.live.model), 41]
+        return [*ids, 42, 43, 44]
+
+    async def stage(self, manifest: refit_pb2.Manifest, path: Path) -> str:
+        request = refit_pb2.StageRequest(manifest=manifest, shm=refit_pb2.ShmTransport(path=str(path)))
+        with remote_errors():
+            return str((await self.refit.Stage(request, timeout=30)).manifest_digest)
+
+    async def commit(self, digest: str, policy: int = refit_pb2.RECOMPUTE) -> refit_pb2.CommitReply:
+        request = refit_pb2.CommitRequest(manifest_digest=digest, in_flight=policy, deadline_ms=20_000)
+        with remote_errors():
+            reply: refit_pb2.CommitReply = await self.refit.Commit(request, timeout=30)
+        return reply
+
+    async def refit_to(
+        self,
+        weights: dict[str, Any],
+        shm: Path,
+        policy: int = refit_pb2.RECOMPUTE,
+        *,
+        encoder_changed: bool = True,
+    ) -> refit_pb2.CommitReply:
+        """A complete refit."""
+        manifest = self.manifest(weights, shm, encoder_changed=encoder_changed)
+        digest = await self.stage(manifest, shm)
+        self.live.weights = weights
+        return await self.commit(digest, policy)
+
+    def manifest(
+        self,
+        weights: dict[str, Any],
+        shm: Path,
+        parent: WeightVersion | None = None,
+        changed: set[str] | None = None,
+        *,
+        encoder_changed: bool = True,
+    ) -> refit_pb2.Manifest:
+        self.live.number += 1
+        version = WeightVersion("test", "a", self.live.number)
+        changed = set(weights) if changed is None else changed
+        return write_transfer(shm, weights, version, parent, changed, encoder_changed=encoder_changed)
+
+    async def counter(self, name: str) -> float:
+        status = await self.rollout.status()
+        return next((c.value for c in status.counters if c.name == name), 0.0)
+
+    async def check_against_hf(self, media: Sequence[MediaRef] = (), temperature: float = 1.0) -> None:
+        """Sample under the current weights; each logprob equals that of transformers on `live.weights`."""
+        reply = await self.generate(media, max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
+        tensors = [await self.tensors(ref) for ref in media]
+        sample = reply.samples[0]
+        expected = hf_logprobs(
+            self.live.model, self.live.weights, reply.prompt_token_ids, sample.token_ids, tensors, temperature
+        )
+        assert np.abs(np.array(expected) - np.array(sample.logprobs)).max() < TOLERANCE
+
+
+def start_live(folder: Path, *, tied: bool, **engine: Any) -> Live:
+    model = folder / "model"
+    live = Live(folder / "run", model, make_checkpoint(model, tied=tied))
+    live.run_dir.mkdir()
+    (live.run_dir / "recipe.yaml").write_text(yaml.safe_dump({"rollout": {"engine": {**ENGINE, **engine}}}))
+    try:
+        live.start("omnifleet_media", name="media")
+        live.start("omnifleet_rollout", "--model", str(model), name="worker-0")
+    except BaseException:
+        live.close()
+        raise
+    return live
+
+
+@contextmanager
+def transfer_file() -> Iterator[Path]:
+    """A place in shared memory for a transfer."""
+    path = Path(f"/dev/shm/omnifleet-test-{os.getpid()}")
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
