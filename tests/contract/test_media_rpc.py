@@ -278,11 +278,9 @@ async def test_a_client_waits_for_a_service_that_is_not_up_yet(tmp_path: Path) -
         assert await waiting == "serving"
 
 
-async def test_audio_and_unknown_sampling_are_unsupported(tmp_path: Path) -> None:
-    wav = b"RIFF\x24\0\0\0WAVEfmt "
+async def test_a_clip_needs_a_named_sampling(tmp_path: Path) -> None:
     mp4 = b"\0\0\0\x18ftypisom"
     async with served(tmp_path) as client:
-        assert (await refused(client.put(wav, "run"))).reason is Reason.UNSUPPORTED
         error = await refused(client.put(mp4, "run", kind=MediaKind.VIDEO))
         assert (error.reason, error.knob) == (Reason.UNSUPPORTED, "contract.sampling")
 
