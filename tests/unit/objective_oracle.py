@@ -129,9 +129,7 @@ def mean_weight(weights: dict[int, dict[int, float]], trained: list[list[int]], 
 def kl_term(case: Case, c: Any, b: int, t: int) -> tuple[float, float]:
     """Value, and the derivative: of the estimate, plus value x score (the weight exp(l - sg l) or exp(l - g))."""
     x = case["reference"][b][t] - case["current"][b][t]
-    w = (
-        math.exp(case["current"][b][t] - case["generation"][b][t]) if c.kl_on_policy_approximation else 1.0
-    )
+    w = math.exp(case["current"][b][t] - case["generation"][b][t]) if c.kl_on_policy_approximation else 1.0
     k, dk = {
         "k1": (-x, 1.0),
         "k2": (x * x / 2, -x),

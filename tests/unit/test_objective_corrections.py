@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -19,7 +18,9 @@ from tests.unit import objective_oracle as oracle
 LN2 = math.log(2)
 
 
-def keeps(gaps: list[list[float]], *rules: dict[str, Any], mask: list[list[int]] | None = None) -> list[float]:
+def keeps(
+    gaps: list[list[float]], *rules: dict[str, Any], mask: list[list[int]] | None = None
+) -> list[float]:
     values = torch.tensor(gaps, dtype=torch.float64)
     trained = torch.ones_like(values) if mask is None else torch.tensor(mask, dtype=torch.float64)
     return accepted(
@@ -35,7 +36,10 @@ def keeps(gaps: list[list[float]], *rules: dict[str, Any], mask: list[list[int]]
         ({"rule": "geometric", "max": 1.9}, [1.0, 1.0, 0.0]),  # roots 1, 2^(2/3) = 1.587, 2
         ({"rule": "geometric", "min": 1.5, "max": 1.9}, [0.0, 1.0, 0.0]),
         ({"rule": "k2", "max": 0.2}, [1.0, 1.0, 0.0]),  # 2/3 and 3/3 of (ln 2)^2 / 2 = 0.2402: 0.1601, 0.2402
-        ({"rule": "k3", "max": 0.25}, [1.0, 1.0, 0.0]),  # 2/3 and 3/3 of 2 - 1 - ln 2 = 0.3069: 0.2046, 0.3069
+        (
+            {"rule": "k3", "max": 0.25},
+            [1.0, 1.0, 0.0],
+        ),  # 2/3 and 3/3 of 2 - 1 - ln 2 = 0.3069: 0.2046, 0.3069
         ({"rule": "veto", "min": 1e-4, "max": 1.5}, [1.0, 0.0, 0.0]),
         ({"rule": "veto", "min": 1e-4, "max": 100.0}, [1.0, 1.0, 1.0]),
     ],
@@ -104,9 +108,3 @@ def test_truncations_say_on_which_side_they_bit() -> None:
         assert found.values[0].tolist() == pytest.approx(values)
         assert found.low[0].tolist() == [True, False, False]
         assert found.high[0].tolist() == [False, False, True]
-
-
-def test_ess_of_known_weights() -> None:
-    """(1 + 1 + 2)^2 / (3 (1 + 1 + 4)) = 16 / 18: what the metric computes from its two means."""
-    weights = np.array([1.0, 1.0, 2.0])
-    assert weights.mean() ** 2 / (weights**2).mean() == pytest.approx(16 / 18)

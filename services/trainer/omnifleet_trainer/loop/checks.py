@@ -8,6 +8,9 @@ from omnifleet.errors import Reason
 from omnifleet.types import FinishReason, Generation, LogprobsMode, Sample
 from omnifleet_trainer.loop.failures import RefusedSample, Stale
 
+_LEAST, _MOST = -1000.0, 1e-3
+"""No sampler draws a token of probability e^-1000; vLLM's stand-in for "unknown" is -9999."""
+
 
 def check_generation(
     generation: Generation, *, prompt_hash: str, mode: LogprobsMode, run: str, lineage: str
@@ -50,8 +53,13 @@ def check_sample(sample: Sample, *, run: str, lineage: str) -> None:
             "tokens",
             f"sample {sample.index} has {len(sample.token_ids)} tokens, {len(sample.logprobs)} logprobs",
         )
-    if not all(math.isfinite(logprob) for logprob in sample.logprobs):
-        raise _refused("logprobs", f"sample {sample.index} has a logprob that is not finite")
+    for t, logprob in enumerate(sample.logprobs):
+        if not math.isfinite(logprob) or not _LEAST < logprob <= _MOST:
+            raise _refused(
+                "logprobs",
+                f"sample {sample.index}: token {t} has logprob {logprob}; a sampled token's is finite, at most 0 and "
+                f"above {_LEAST:g} (engines write such values where they know none)",
+            )
     covered = 0
     for span in sample.spans:
         if span.start != covered or span.end <= span.start:
