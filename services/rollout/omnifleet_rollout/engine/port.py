@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy.typing as npt
+
 from omnifleet.types import FinishReason, InFlight, LogprobsMode, MediaRef, Sampling
 from omnifleet.wire import refit_pb2
 
@@ -15,11 +17,12 @@ class EnginePrompt:
     """A prompt as the model will see it.
 
     token_ids: placeholders expanded, one id a position. media: what the engine needs to embed the media items;
-    only the engine that made it may read it.
+    only the engine that made it may read it. fingerprints: of the processor of each media item, in order.
     """
 
     token_ids: list[int]
     media: Any = None
+    fingerprints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class EngineDelta:
     token_ids, logprobs: equal length; logprob of the sampled token, natural log, in the engine's logprobs mode.
     finish: set on the last delta. labels: on the last delta, if the engine tracks versions itself.
     cached_tokens: prompt tokens whose KV was reused, known from the first delta on.
+    routed_experts: on the last delta, if the engine returns it: integers [tokens - 1, layers, experts a token], of the prompt,
+    the prefix and the new tokens but the last. sampling_mask: for each new token the ids that it was drawn from.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -65,6 +70,8 @@ class EngineDelta:
     stop_reason: str = ""
     labels: list[LabelSpan] | None = None
     cached_tokens: int = 0
+    routed_experts: npt.NDArray[Any] | None = None
+    sampling_mask: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +136,14 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Freeze all requests at a token boundary; returns when their tokens so far were handed out."""
+        """Freeze all requests at a token boundary; returns when their tokens so far were handed out.
+
+        Raises ENGINE_ERROR, retryable, if the engine does not get there in time; `resume` then takes it back.
+        """
         ...
 
     async def resume(self) -> None:
-        """Go on. Idempotent."""
+        """Go on. Idempotent. An engine that does not is not `alive` any more."""
         ...
 
     async def stage(self, manifest_json: str, source: str) -> int:

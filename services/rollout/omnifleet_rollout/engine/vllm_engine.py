@@ -1,9 +1,8 @@
-"""The adapter on vLLM's AsyncLLM, 0.25.1 to 0.32, CPU and CUDA builds.
+"""The adapter on vLLM's AsyncLLM, releases as in `vllm_compat`, CPU and CUDA builds.
 
-Token-in, token-out. Pictures enter as model-ready tensors from the media service with explicit placeholders, so vLLM's
-own processor never runs and nothing is expanded twice. A generated media placeholder ends the reply (finish `stop`): it
-could not be fed back without its picture. It is never banned on our own account, because a ban changes the distribution
-that the trainer must reproduce; `Sampling.banned_token_ids` bans on request.
+Token-in, token-out. A generated media placeholder ends the reply (finish `stop`): it could not be fed back without its
+picture. It is not banned unless `rollout.engine.media_tokens` says so, because a ban changes the distribution that the trainer
+must reproduce. Every wait on the engine's process has a deadline; what runs into one is a typed error.
 """
 
 from __future__ import annotations
@@ -13,17 +12,13 @@ import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from omnifleet.client.media import MediaClient, Segment
 from omnifleet.config.services import RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
-from omnifleet.processor import ImageProcessorSpec, image_token_id, read_image_processor
-from omnifleet.prompt import expand_placeholders, placeholder_ranges
-from omnifleet.types import FinishReason, InFlight, MediaKind, MediaRef, Sampling
+from omnifleet.types import FinishReason, InFlight, MediaRef, Sampling
 from omnifleet_rollout.engine.checkpoint import read_config, read_table
 from omnifleet_rollout.engine.port import (
     EngineDelta,
@@ -33,57 +28,38 @@ from omnifleet_rollout.engine.port import (
     EngineStats,
     LabelSpan,
 )
+from omnifleet_rollout.engine.vllm_compat import check, look
 from omnifleet_rollout.engine.vllm_launch import launch, set_environment, vllm_version
+from omnifleet_rollout.engine.vllm_media import PromptMedia
 
 log = logging.getLogger("omnifleet.rollout.engine")
+Result = TypeVar("Result")
 _RPC_S = 300.0
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.05
+_PAUSE_S = 60.0
+"""A step of the engine, and what waits for it: a pause is done after the step that runs."""
 _COUNTERS_EVERY_S = 1.0
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.05
+_TURNS = 50
 _BAN = -100.0
 """vLLM's strongest logit bias: exp(-100) is nothing in float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compatibility:
-    """What differs between releases. labels: the engine tracks weight versions. send_once: a picture that its process
-    lost is reported as a retryable miss, so pixels need not be sent again each time."""
-
-    labels: bool
-    send_once: bool
-
-    @staticmethod
-    def of(engine_class: type) -> Compatibility:
-        """0.32 has all of it, 0.25.1 none."""
-        new = hasattr(engine_class, "get_weight_version")
-        return Compatibility(labels=new, send_once=new)
-
-
-@dataclass(frozen=True, slots=True)
-class Pictures:
-    """Media of one prompt: segments in order, and (offset, length) of each within the expanded ids."""
-
-    segments: list[Segment]
-    ranges: list[tuple[int, int]]
-
-
 class VllmEngine:
-    """Implements `Engine`. `find_media`: address of the media service, asked at the first picture."""
+    """Implements `Engine`. `find_media`: address of the media service, asked at the first media item."""
 
     def __init__(
         self, model: Path, config: RolloutConfig, *, find_media: Callable[[], Awaitable[str]], secret: str
     ) -> None:
-        self._model, self._config, self._secret = model, config, secret
-        self._find_media = find_media
+        self._model, self._config = model, config
         self._architecture = str((read_config(model).get("architectures") or ["unknown"])[0])
         self._table = read_table(model)
-        self._image_token: int | None = None
-        self._processor: ImageProcessorSpec | None = None
-        self._media: MediaClient | None = None
-        self._media_opening = asyncio.Lock()
-        self._stack = AsyncExitStack()
+        self._media = PromptMedia(
+            model, self._architecture, config.engine, find_media=find_media, secret=secret
+        )
         self._llm: Any = None
+        self._stuck = ""
         self._stats = EngineStats()
-        self._counters: dict[str, float] = {"encoder_items": 0.0, "pictures_sent": 0.0}
+        self._counters: dict[str, float] = {"encoder_items": 0.0}
         self._polling: asyncio.Task[None] | None = None
         self._facts: EngineFacts | None = None
 
@@ -98,21 +74,19 @@ class VllmEngine:
     async def start(self) -> None:
         """Load and be ready. See `Engine.start`."""
         set_environment(self._config.engine)
-        self._read_media_settings()
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         from omnifleet_rollout.engine import vllm_seams
 
-        self._compat = Compatibility.of(AsyncLLM)
+        self._compat = check(vllm_version(), look())
+        self._encoder_sees_language = self._architecture in vllm_seams.LANGUAGE_IN_ENCODER
         try:
-            self._llm = launch(self._model, self._config, self._on_stats)
+            self._llm = launch(self._model, self._config, self._compat, self._on_stats)
         except (RuntimeError, ValueError, OSError, ImportError, AssertionError, TypeError) as error:
             raise OmnifleetError(
                 Reason.ENGINE_ERROR, f"vLLM could not load {self._model}: {error}", knob="rollout.engine"
             ) from error
-        vllm_seams.check_front(self._llm, media=self._processor is not None)
+        vllm_seams.check_front(self._llm, media=self._media.takes_any)
         ranks = await self._rpc_all("omni_ready")
-        await self._warm_up()
+        await self._within(_RPC_S, self._warm_up(), "generate its first token")
         engine = self._config.engine
         self._facts = EngineFacts(
             info=f"vllm {vllm_version()}",
@@ -135,23 +109,12 @@ class VllmEngine:
             async for _ in deltas:
                 continue
 
-    def _read_media_settings(self) -> None:
-        """Pictures are served if the checkpoint has an image processor and a placeholder; text models have neither."""
-        if self._config.engine.images_per_prompt == 0:
-            return
-        try:
-            self._processor = read_image_processor(self._model)
-            self._image_token = image_token_id(self._model)
-        except OmnifleetError as error:
-            log.info("text only: %s", error.message)
-            self._processor = None
-
     async def shutdown(self) -> None:
         """End everything. Idempotent. See `Engine.shutdown`."""
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
-        await self._stack.aclose()
+        await self._media.close()
         if self._llm is not None:
             llm, self._llm = self._llm, None
             if llm.output_handler is not None:
@@ -160,12 +123,14 @@ class VllmEngine:
 
     def alive(self) -> bool:
         """False once dead. See `Engine.alive`."""
-        return self._llm is not None and not self._llm.errored
+        return self._llm is not None and not self._llm.errored and not self._stuck
 
     def stats(self) -> EngineStats:
         """Load of now. See `Engine.stats`."""
         stats = self._stats
-        return EngineStats(stats.running, stats.waiting, stats.kv_usage, dict(self._counters))
+        return EngineStats(
+            stats.running, stats.waiting, stats.kv_usage, {**self._counters, **self._media.counters}
+        )
 
     def _on_stats(self, running: int, waiting: int, kv_usage: float) -> None:
         self._stats = EngineStats(running, waiting, kv_usage)
@@ -186,103 +151,36 @@ class VllmEngine:
 
     async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
         """Expand placeholders and find the media. See `Engine.prepare`."""
-        segments = [await self._segment(ref, run) for ref in media]
-        counts = [segment.token_count for segment in segments]
-        if len(media) > self._config.engine.images_per_prompt:
-            raise invalid(
-                f"{len(media)} pictures in one prompt, at most {self._config.engine.images_per_prompt} are allowed",
-                knob="rollout.engine.images_per_prompt",
-            )
-        ids, pictures = list(token_ids), None
-        if self._image_token is not None:
-            ids = expand_placeholders(token_ids, self._image_token, counts)
-            pictures = Pictures(segments, placeholder_ranges(token_ids, self._image_token, counts))
-        limit = self._config.engine.max_model_len
-        if len(ids) >= limit:
-            raise invalid(
-                f"the expanded prompt has {len(ids)} tokens, max_model_len is {limit}",
-                knob="rollout.engine.max_model_len",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
-        return EnginePrompt(ids, pictures if segments else None)
+        return await self._media.prepare(token_ids, media, run)
 
-    async def _segment(self, ref: MediaRef, run: str) -> Segment:
-        if self._processor is None or ref.kind is not MediaKind.IMAGE:
-            raise OmnifleetError(
-                Reason.UNSUPPORTED, f"{self._architecture} takes no {ref.kind} here", knob="rollout.engine"
-            )
-        return await (await self._media_client()).segment(ref, self._processor, run)
-
-    async def _media_client(self) -> MediaClient:
-        async with self._media_opening:
-            if self._media is None:
-                address = await self._find_media()
-                self._media = await self._stack.enter_async_context(
-                    MediaClient.open(address, self._secret, name="rollout worker")
-                )
-            return self._media
-
-    def _engine_input(self, request: EngineRequest, *, resend: bool) -> Any:
-        """vLLM's rendered form: expanded ids, explicit placeholders, no text, no processor."""
-        from vllm.inputs import mm_input, tokens_input
-
-        ids = [*request.prompt.token_ids, *request.prefix]
-        pictures: Pictures | None = request.prompt.media
-        if pictures is None:
-            return tokens_input(ids, cache_salt=request.salt)
-        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
-
-        return mm_input(
-            ids,
-            MultiModalKwargsItems(
-                {"image": [self._picture(segment, resend) for segment in pictures.segments]}
-            ),
-            # The key of all of vLLM's caches: content and processor. Encoder outputs depend on weights too, but that
-            # cache is emptied by each refit that changes the encoder, so the key needs no epoch and pixels stay cached.
-            {"image": [str(segment.key) for segment in pictures.segments]},
-            {"image": [PlaceholderRange(offset=at, length=length) for at, length in pictures.ranges]},
-            cache_salt=request.salt,
+    def _engine_input(self, request: EngineRequest, *, again: bool) -> Any:
+        send_all = not self._compat.retryable_miss
+        return self._media.engine_input(
+            self._llm, request.prompt, request.prefix, request.salt, send_all=send_all, again=again
         )
-
-    def _picture(self, segment: Segment, resend: bool) -> Any:
-        import torch
-
-        from omnifleet_rollout.engine import vllm_seams
-
-        def make() -> Any:
-            self._counters["pictures_sent"] += 1
-            # vLLM's tensors may be written to; the mapped segment must not be.
-            tensors = {name: torch.from_numpy(array.copy()) for name, array in segment.tensors.items()}
-            return vllm_seams.media_item(self._llm, tensors, "image")
-
-        if resend or not self._compat.send_once:
-            return make()
-        return vllm_seams.send_once(self._llm, str(segment.key), make)
 
     # ------------------------------------------------------------------ generation
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         """Deltas of one sample. See `Engine.generate`."""
-        resend = False
+        again = False
         while True:
             missed = False
-            async with aclosing(self._stream(request, resend=resend)) as deltas:
+            async with aclosing(self._stream(request, again=again)) as deltas:
                 async for delta in deltas:
                     missed = delta is None
                     if delta is not None:
                         yield delta
             if not missed:
                 return
-            if resend or request.prompt.media is None:
-                raise OmnifleetError(
-                    Reason.ENGINE_ERROR, "vLLM ended the request with an error", retryable=True
-                )
-            resend = (
+            if again or request.prompt.media is None:
+                raise retryable(Reason.ENGINE_ERROR, "vLLM ended the request with an error")
+            again = (
                 True  # its process had dropped a picture that we thought it had: once more, with the pixels
             )
 
     async def _stream(
-        self, request: EngineRequest, *, resend: bool
+        self, request: EngineRequest, *, again: bool
     ) -> AsyncGenerator[EngineDelta | None, None]:
         """Deltas of one vLLM request; None if it ended with an error before any token."""
         from vllm.exceptions import VLLMValidationError
@@ -291,7 +189,7 @@ class VllmEngine:
         began = False
         try:
             outputs = self._llm.generate(
-                self._engine_input(request, resend=resend),
+                self._engine_input(request, again=again),
                 self._sampling_params(request.sampling, want_text=request.want_text),
                 request.id,
                 priority=request.priority,
@@ -301,13 +199,13 @@ class VllmEngine:
                     choice = output.outputs[0]
                     if choice.finish_reason == "error":
                         if began or choice.token_ids:
-                            raise OmnifleetError(
-                                Reason.ENGINE_ERROR, "vLLM ended the request with an error", retryable=True
-                            )
+                            raise retryable(Reason.ENGINE_ERROR, "vLLM ended the request with an error")
                         yield None
                         return
                     began = began or bool(choice.token_ids)
-                    yield _delta(choice, output.num_cached_tokens)
+                    delta = _delta(choice, output.num_cached_tokens)
+                    self._check_extras(delta)
+                    yield delta
         except EngineDeadError as error:
             raise retryable(Reason.WORKER_LOST, "the vLLM engine died") from error
         except VLLMValidationError as error:
@@ -315,11 +213,24 @@ class VllmEngine:
         except EngineGenerateError as error:
             raise retryable(Reason.ENGINE_ERROR, f"vLLM: {error.__cause__ or error}") from error
 
+    def _check_extras(self, delta: EngineDelta) -> None:
+        """What the recipe wants returned must be there: vLLM may drop it (at a preemption), and a gap is no sample."""
+        whole = delta.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        if whole and self._config.engine.return_routed_experts and delta.routed_experts is None:
+            raise retryable(Reason.ENGINE_ERROR, "vLLM returned no routed experts for this reply")
+        masks = delta.sampling_mask if delta.sampling_mask is not None else ()
+        if self._config.engine.return_sampling_mask and len(masks) != len(delta.token_ids):
+            raise retryable(
+                Reason.ENGINE_ERROR,
+                f"vLLM returned {len(masks)} sampling masks for {len(delta.token_ids)} tokens",
+            )
+
     def _sampling_params(self, sampling: Sampling, *, want_text: bool) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        media_tokens = [self._image_token] if self._image_token is not None else []
+        media, ban = self._media.tokens, self._config.engine.media_tokens == "ban"
+        banned = {*sampling.banned_token_ids, *(media if ban else ())}
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -328,9 +239,9 @@ class VllmEngine:
             min_tokens=sampling.min_tokens,
             seed=sampling.seed,
             stop=list(sampling.stop),
-            stop_token_ids=[*sampling.stop_token_ids, *media_tokens],
+            stop_token_ids=[*sampling.stop_token_ids, *media],
             ignore_eos=sampling.ignore_eos,
-            logit_bias={token: _BAN for token in sampling.banned_token_ids} or None,
+            logit_bias=dict.fromkeys(sorted(banned), _BAN) or None,
             logprobs=0,
             detokenize=want_text or bool(sampling.stop),
             output_kind=RequestOutputKind.DELTA,
@@ -361,7 +272,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         rows: Any = None
-        async for output in self._llm.generate(self._engine_input(request, resend=True), params, request.id):
+        async for output in self._llm.generate(self._engine_input(request, again=False), params, request.id):
             rows = output.prompt_logprobs
         if rows is None:
             raise retryable(Reason.ENGINE_ERROR, "vLLM gave no prompt logprobs")
@@ -372,12 +283,30 @@ class VllmEngine:
 
     async def pause(self) -> None:
         """Freeze at a token boundary. See `Engine.pause`."""
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._within(_PAUSE_S, self._llm.pause_generation(mode="keep", clear_cache=False), "pause")
+        # Tokens of the last step are on their way through the front end's tasks. Where the engine does not label tokens, we
+        # do at receipt: each hand-over is one turn of the loop.
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
 
     async def resume(self) -> None:
         """Go on. See `Engine.resume`."""
-        if self._llm is not None:
-            await self._llm.resume_generation()
+        if self._llm is None:
+            return
+        try:
+            await self._within(_PAUSE_S, self._llm.resume_generation(), "resume")
+        except OmnifleetError as error:
+            self._stuck = error.message
+            log.error("given up: %s", error.message)
+            raise
+
+    async def _within(self, limit_s: float, step: Awaitable[Result], what: str) -> Result:
+        """`step`, bounded in time. Raises ENGINE_ERROR, retryable, at the deadline."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await step
+        except TimeoutError:
+            raise retryable(Reason.ENGINE_ERROR, f"vLLM did not {what} within {limit_s:.0f} s") from None
 
     async def stage(self, manifest_json: str, source: str) -> int:
         """Receive, verify, keep in the shadow, beside the engine's steps. See `Engine.stage`."""
@@ -396,14 +325,14 @@ class VllmEngine:
         """Load the shadow. See `Engine.commit`."""
         loaded = await self._rpc("omni_commit", manifest_digest)
         # Kept requests go on with the KV they have, by policy. New ones never see it: their salt names the new version.
-        if policy is not InFlight.KEEP and not await self._llm.reset_prefix_cache(
-            reset_running_requests=True
-        ):
-            raise OmnifleetError(Reason.ENGINE_ERROR, "vLLM kept KV blocks of the old weights")
-        if encoder_changed:
-            await self._llm.reset_encoder_cache()
+        if policy is not InFlight.KEEP:
+            reset = self._llm.reset_prefix_cache(reset_running_requests=True)
+            if not await self._within(_PAUSE_S, reset, "reset its prefix cache"):
+                raise OmnifleetError(Reason.ENGINE_ERROR, "vLLM kept KV blocks of the old weights")
+        if encoder_changed or self._encoder_sees_language:
+            await self._within(_PAUSE_S, self._llm.reset_encoder_cache(), "reset its encoder cache")
         if self._compat.labels:
-            await self._llm.update_weight_version(label)
+            await self._within(_PAUSE_S, self._llm.update_weight_version(label), "take the version")
         return int(loaded["tensors"])
 
     async def drop_stage(self) -> None:
@@ -419,7 +348,10 @@ class VllmEngine:
         if self._llm is None:
             raise retryable(Reason.WORKER_LOST, "the engine is shut down")
         try:
-            answers = await self._llm.collective_rpc(method, timeout=_RPC_S, args=args)
+            call = self._llm.collective_rpc(method, timeout=_RPC_S, args=args)
+            answers = await self._within(_RPC_S, call, f"answer {method}")
+        except OmnifleetError:
+            raise
         except Exception as error:
             raise OmnifleetError(Reason.ENGINE_ERROR, f"{method} failed in vLLM: {error}") from error
         bodies = [json.loads(answer) for answer in answers]
@@ -441,7 +373,13 @@ def _delta(choice: Any, cached_tokens: int | None) -> EngineDelta:
         stop_reason="" if choice.stop_reason is None else str(choice.stop_reason),
         labels=[LabelSpan(span.version, span.start, span.end) for span in labels] if labels else None,
         cached_tokens=cached_tokens or 0,
+        routed_experts=choice.routed_experts,
+        sampling_mask=_masks(getattr(choice, "sampling_mask", None)),
     )
+
+
+def _masks(mask: Any) -> list[list[int]] | None:
+    return None if mask is None else [[int(token) for token in row] for row in mask.token_ids]
 
 
 def _finish(reason: str | None) -> FinishReason | None:
