@@ -13,7 +13,7 @@ from torchcodec.decoders import VideoDecoder
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.decode.sampling import frame_indices, prompt_clock
-from omnifleet_media.decode.sequential import read_in_order
+from omnifleet_media.decode.sequential import promised_seconds, read_in_order
 from omnifleet_media.sandbox.frames import Header
 
 Pixels = npt.NDArray[np.uint8]
@@ -39,7 +39,7 @@ def decode_clip(header: Header, data: bytes) -> tuple[Header, Sequence[memoryvie
     """
     decoder = _open(data, header["threads"])
     total, fps = _checked(decoder.metadata, header)
-    short = _promises_more(decoder.metadata, total, fps)
+    short = _promises_more(decoder.metadata, data, total, fps)
     indices = _indices(header, total, fps)
     try:
         taken = _take(decoder, data, indices)
@@ -89,11 +89,11 @@ def _checked(metadata: Any, header: Header) -> tuple[int, float]:
     return int(total), float(fps)
 
 
-def _promises_more(metadata: Any, total: int, fps: float) -> bool:
+def _promises_more(metadata: Any, data: bytes, total: int, fps: float) -> bool:
     """True if the container says that the stream is longer than its packets (an edit list shortens both alike)."""
     promised, seconds = metadata.num_frames_from_header, metadata.duration_seconds_from_header
     if not promised or not seconds:
-        return False
+        return promised_seconds(data) - float(metadata.end_stream_seconds_from_content or 0) > _SLACK / fps
     return bool(promised > total and seconds * fps > total + _SLACK)
 
 

@@ -42,6 +42,18 @@ def read_in_order(data: bytes, indices: Sequence[int]) -> tuple[Pixels, list[flo
     return np.stack([found[i][0] for i in indices]), [found[i][1] for i in indices]
 
 
+def promised_seconds(data: bytes) -> float:
+    """Length that the container claims, for one that holds a single stream; 0 where it says nothing or holds more.
+
+    TorchCodec tells the length of a stream, which Matroska does not write.
+    """
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            return float(container.duration or 0) / av.time_base if len(container.streams) == 1 else 0.0
+    except av.FFmpegError:
+        return 0.0
+
+
 def _upright(frame: av.VideoFrame) -> Pixels:
     """RGB with the container's rotation applied, which PyAV gives as degrees counter-clockwise."""
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4)
