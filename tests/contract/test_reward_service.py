@@ -22,7 +22,7 @@ from omnifleet.client.reward import ItemScore, RewardClient, ScoreItem
 from omnifleet.config.recipe import ScorerConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.service import peer, process_lives, read_records
-from omnifleet.types import Identity
+from omnifleet.types import Identity, Mark
 from omnifleet_reward.cli import app
 
 CLEVR = (ScorerConfig(name="format", weight=0.2), ScorerConfig(name="exact_alnum", weight=0.8))
@@ -104,10 +104,16 @@ async def test_scores_components_and_version(service: Running) -> None:
         scores = await client.score(items, CLEVR, 30)
     version = scores[0].reward_version
     assert version.startswith("exact_alnum@1+format@1#")
+
+    def expected(id: str, score: float, form: float, right: bool, mark: Mark = Mark.SCORED) -> ItemScore:
+        parts = {"format@1": form, "exact_alnum@1": float(right)}
+        marks = {"format@1": Mark.SCORED, "exact_alnum@1": mark}
+        return ItemScore(id, pytest.approx(score), right, parts, None, version, mark, marks)
+
     assert scores == [
-        ItemScore("a", pytest.approx(1.0), True, {"format@1": 1.0, "exact_alnum@1": 1.0}, None, version),
-        ItemScore("b", pytest.approx(0.15), False, {"format@1": 0.75, "exact_alnum@1": 0.0}, None, version),
-        ItemScore("a", 0.0, False, {"format@1": 0.0, "exact_alnum@1": 0.0}, None, version),
+        expected("a", 1.0, 1.0, True),
+        expected("b", 0.15, 0.75, False),
+        expected("a", 0.0, 0.0, False, Mark.UNPARSEABLE),
     ]
 
 
@@ -197,7 +203,11 @@ async def test_http(service: Running) -> None:
         scored = await http.post("/v1/score", json=body, headers=bearer)
         assert scored.status_code == 200
         assert scored.json()["scores"][0]["score"] == pytest.approx(1.0)
-        assert scored.json()["scores"][0]["components"]["exact_alnum@1"] == {"score": 1.0, "correct": True}
+        assert scored.json()["scores"][0]["components"]["exact_alnum@1"] == {
+            "score": 1.0,
+            "correct": True,
+            "mark": "scored",
+        }
         assert (await http.post("/v1/score", json=body)).status_code == 401
         typo = await http.post("/v1/score", json=body | {"item": []}, headers=bearer)
         assert typo.status_code == 400 and "items" in typo.json()["error"]["message"]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from omnifleet.config.recipe import ScorerConfig
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import Mark
 from omnifleet_reward.registry import Registry
 from omnifleet_reward.scorer import Reply, Verdict
 from omnifleet_reward.scorers import exact_alnum, format
@@ -16,6 +17,7 @@ CLEVR = (ScorerConfig(name="format", weight=0.2), ScorerConfig(name="exact_alnum
 def judge(scorer: str, response: str, truth: str = "", **params: str) -> Verdict:
     """The verdict of one built-in scorer."""
     term = Registry().reward([ScorerConfig(name=scorer, params=params)]).terms[0]
+    assert term.scorer.judge is not None
     return term.scorer.judge(Reply(response, truth), term.params)
 
 
@@ -58,7 +60,10 @@ def test_format_gives_a_quarter_and_three_quarters(response: str, score: float) 
     ],
 )
 def test_exact_alnum_compares_letters_and_digits(response: str, truth: str, correct: bool) -> None:
-    assert judge("exact_alnum", response, truth) == Verdict(float(correct), correct)
+    verdict = judge("exact_alnum", response, truth)
+    assert (verdict.score, verdict.correct) == (float(correct), correct)
+    has_answer = "<answer>" in response.partition("</answer>")[0] and "</answer>" in response
+    assert (verdict.mark is Mark.SCORED) == has_answer
 
 
 @given(st.text(), st.text())
@@ -114,7 +119,7 @@ def test_reward_version_follows_weights_and_parameters_only() -> None:
 def test_examples_know_a_template_that_opens_the_think_tag(suffix: str, maximum: float) -> None:
     reward = Registry().reward(CLEVR)
     (reply,) = format.examples(suffix, format.Params())
-    verdicts = [term.scorer.judge(reply, term.params) for term in reward.terms]
+    verdicts = [term.scorer.judge(reply, term.params) for term in reward.terms if term.scorer.judge]
     assert reward.total(verdicts) == Verdict(pytest.approx(maximum), True)
     assert exact_alnum.judge(
         exact_alnum.examples(suffix, exact_alnum.Params())[0], exact_alnum.Params()

@@ -67,7 +67,8 @@ def _find(place: Place, text: str, tag: str) -> str | None:
     if place == "box":
         return last_box(text)
     if place == "final":
-        return last_of(_FINAL, text)
+        found = last_of(_FINAL, text)
+        return None if found is None else found.strip("*_ \t")
     if place == "fence":
         return last_of(_FENCE, text)
     return text
