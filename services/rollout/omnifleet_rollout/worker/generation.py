@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from omnifleet.address import token_digest
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import FinishReason, LogprobsMode, Sampling, VersionSpan
 from omnifleet.wire import rollout_pb2
@@ -190,6 +191,7 @@ class Generation:
         count = len(delta.token_ids)
         reply.extras.take(delta)
         if count:
+            _check_logprobs(delta)
             reply.tokens.extend(delta.token_ids)
             reply.flight.tokens += count
             span = reply.provenance.add(count, self._standing.version)
@@ -242,6 +244,16 @@ def check_request(request: rollout_pb2.GenerateRequest, mode: LogprobsMode) -> S
             knob="rollout.logprobs_mode",
         )
     return sampling
+
+
+def _check_logprobs(delta: EngineDelta) -> None:
+    """Raises ENGINE_ERROR for a token that could not have been drawn: no trainer can use it, and no number stands for it."""
+    for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
+        if not math.isfinite(logprob):
+            raise retryable(
+                Reason.ENGINE_ERROR,
+                f"the engine gave token {token} a logprob of {logprob}: its weights may be broken",
+            )
 
 
 def _finished(reply: Reply, last: EngineDelta) -> rollout_pb2.Finished:
