@@ -18,12 +18,14 @@ from omnifleet.wire.counting import CountMessages
 from omnifleet.wire.media_pb2_grpc import add_MediaServicer_to_server
 from omnifleet.wire.server import serving
 from omnifleet_media.decode.request import Decoder
+from omnifleet_media.index.port import Kind
 from omnifleet_media.sandbox.pool import ProcessPool
 from omnifleet_media.server.door import Door, add_rates
 from omnifleet_media.server.fetch import Fetcher
 from omnifleet_media.server.library import Library
 from omnifleet_media.server.opening import opened_index, opened_store
-from omnifleet_media.server.retention import Retention
+from omnifleet_media.server.quotas import Quotas
+from omnifleet_media.server.retention import Retention, now_ms
 from omnifleet_media.server.rpc import MediaRpc
 from omnifleet_media.server.web import media_app
 
@@ -69,7 +71,14 @@ async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> As
         root = config.store or folder / "media"
         store = await stack.enter_async_context(opened_store(config, root))
         index = await stack.enter_async_context(opened_index(config, root))
-        retention = Retention(store, index, config.disk_bytes, counters)
+        quotas = Quotas(config, index, lambda source: store.disk.size(Kind.SOURCE, source))
+        retention = Retention(
+            store,
+            index,
+            config.disk_bytes,
+            counters,
+            admit=lambda run, digests: quotas.admit(run, digests, now_ms()),
+        )
         library = Library(
             config,
             store,

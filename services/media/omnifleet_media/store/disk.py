@@ -58,6 +58,13 @@ class DiskTier:
         """Whether the blob's file is there; its bytes are checked when they are read."""
         return self.path(*blob.key).exists()
 
+    def size(self, kind: str, digest: Digest) -> int:
+        """Bytes of a stored file, 0 if it is not there."""
+        try:
+            return self.path(kind, digest).stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def write(self, blob: Blob, data: bytes | memoryview) -> None:
         """Store a blob; again is harmless. Raises OmnifleetError(DISK_FULL); nothing half-written is left."""
         path = self.path(*blob.key)
