@@ -31,7 +31,7 @@ from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.fleet.store import FleetStore
 from omnifleet_rollout.gateway.gateway import Gateway
 from omnifleet_rollout.gateway.http import make_gateway_app
-from omnifleet_rollout.gateway.renderer import RendererLoader
+from omnifleet_rollout.gateway.renderer import Renderer, RendererLoader
 from omnifleet_rollout.gateway.server import register
 from omnifleet_rollout.gateway.sessions import Sessions
 
@@ -79,6 +79,7 @@ def write_tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> Pat
     config = {"model_type": "qwen2_vl", "image_token_id": 258, "video_token_id": 259}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END, 7]}))
+    Renderer.load(folder)  # imports the library here, not inside the first test's time limit
     return folder
 
 
@@ -124,6 +125,7 @@ class ScriptedWorker(rollout_pb2_grpc.RolloutServicer):
             raise OmnifleetError(
                 Reason.VERSION_TOO_OLD, "behind", retryable=True, current_version=self.version
             )
+        script = self.replies.pop(0) if self.replies else None
         ids = request.tokens.token_ids
         echo = rollout_pb2.PromptEcho(
             prompt_hash=token_digest(ids),
@@ -138,7 +140,6 @@ class ScriptedWorker(rollout_pb2_grpc.RolloutServicer):
         )
         yield rollout_pb2.GenerateEvent(prompt=echo)
         spans = spans_from_wire(request.continuation.spans)
-        script = self.replies.pop(0) if self.replies else None
         end = request.sampling.max_tokens if script is None else len(script)
         for position in range(len(request.continuation.token_ids), end):
             await self.go.acquire()

@@ -37,7 +37,7 @@ async def chatting(
 ) -> AsyncIterator[tuple[World, httpx.AsyncClient]]:
     async with world(path, tokens=tokens, renderer=RendererLoader(checkpoint), **settings) as here:
         headers = {"authorization": f"Bearer {tokens.secret(Scope.ENV) or 'none'}"}
-        async with httpx.AsyncClient(base_url=here.http, headers=headers, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=here.http, headers=headers, timeout=120) as http:
             yield here, http
 
 

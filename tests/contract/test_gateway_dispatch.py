@@ -387,3 +387,22 @@ async def test_a_defect_fails_its_sample_instead_of_leaving_the_caller_to_its_de
         assert reply.failures[0].reason is Reason.INTERNAL
         [view] = here.gateway.fleet.registry.workers()
         await until(lambda: here.gateway.dispatcher.load(view) == 0)
+
+
+async def test_whole_samples_come_in_one_piece_also_when_two_workers_made_them(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        one = await here.worker("w-1", 1)
+        one.fail_at[2] = retryable(Reason.WORKER_LOST, "gone")
+        await here.worker("w-2", 1)
+        stream = here.client.stream(
+            prompt_token_ids=PROMPT,
+            sampling=Sampling(max_tokens=4, seed=3),
+            identity=WHO,
+            deadline_s=10,
+            whole_samples=True,
+        )
+        seen, tokens, done = [event async for event in stream]
+        assert isinstance(seen, PromptSeen) and isinstance(tokens, Tokens) and isinstance(done, Done)
+        assert tokens.token_ids == said(3, 4) and not tokens.spans and len(tokens.logprobs) == 4
+        assert [span.worker for span in done.spans] == ["w-1", "w-2", "w-2"]
+        assert (done.spans[0].end, done.spans[-1].end) == (2, 4)
