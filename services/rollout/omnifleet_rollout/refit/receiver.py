@@ -47,6 +47,8 @@ class Receiver:
         self._engine, self._gate, self._counters = engine, gate, counters
         self._standing = gate.standing
         self._staged: _Staged | None = None
+        self._staging: str | None = None
+        """Digest of the manifest whose stage runs."""
         self._busy = asyncio.Lock()
         self._steps: set[asyncio.Task[Any]] = set()
 
@@ -66,7 +68,15 @@ class Receiver:
         return await self._alone(lambda: self._commit(digest, policy, deadline_s), 0.0, "commit")
 
     async def abort(self, digest: str) -> WeightVersion:
-        """Drop what is staged; the version that serves. Idempotent; another digest's stage is left alone."""
+        """Drop what is staged, or end a stage that runs; the version that serves.
+
+        Idempotent; another digest's stage is left alone. A commit that runs is not: CONFLICT.
+        """
+        staging = self._staging
+        if staging is not None and digest in ("", staging):
+            await self._engine.drop_stage()
+            async with self._busy:  # the stage ends now, with an error of its own
+                return self._standing.version
         return await self._alone(lambda: self._abort(digest), 0.0, "abort")
 
     async def _alone(self, step: Callable[[], Awaitable[Result]], deadline_s: float, what: str) -> Result:
@@ -92,9 +102,12 @@ class Receiver:
 
     async def _stage(self, manifest: refit_pb2.Manifest, source: str) -> tuple[str, int]:
         version, body = self._check(manifest)
-        self._staged = None
+        self._staged, self._staging = None, version.manifest_digest
         began = time.monotonic()
-        size = await self._engine.stage(body.decode(), source)
+        try:
+            size = await self._engine.stage(body.decode(), source)
+        finally:
+            self._staging = None
         self._staged = _Staged(version, manifest.encoder_changed)
         self._counters.add("refit_stage_seconds", time.monotonic() - began)
         self._counters.add("refit_bytes", size)
