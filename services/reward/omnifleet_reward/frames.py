@@ -7,10 +7,9 @@ import json
 import struct
 from typing import Any, BinaryIO
 
-from omnifleet.wire.server import MESSAGE_BYTES
-
 _LENGTH = struct.Struct(">I")
-LIMIT_BYTES = 2 * MESSAGE_BYTES  # JSON escapes may double what fitted in one message
+LIMIT_BYTES = 32 << 20
+"""JSON escapes may double what fitted in one message of `omnifleet.wire.server`, which scorer processes do not import."""
 
 
 def encode(document: Any) -> bytes:
