@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from redis import exceptions as failures
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -55,8 +54,18 @@ class RedisIndex:
     A full Redis is UNAVAILABLE too. What the disk holds can be told to an empty Redis again (`knows_store`).
     """
 
-    def __init__(self, url: str, *, patience_s: float = _PATIENCE_S, connections: int = _CONNECTIONS) -> None:
-        """Connects at the first call; `check` says whether the server is fit. Raises INVALID_CONFIG for a bad URL."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        patience_s: float = _PATIENCE_S,
+        reply_s: float = _REPLY_S,
+        connections: int = _CONNECTIONS,
+    ) -> None:
+        """Connects at the first call; `check` says whether the server is fit. Raises INVALID_CONFIG for a bad URL.
+
+        patience_s: how long one step is tried; reply_s: how long one reply may take.
+        """
         self._where = _without_secrets(url)
         self._patience_s = patience_s
         try:
@@ -64,8 +73,8 @@ class RedisIndex:
                 url,
                 decode_responses=True,
                 max_connections=connections,
-                timeout=_REPLY_S,
-                socket_timeout=_REPLY_S,
+                timeout=reply_s,
+                socket_timeout=reply_s,
                 socket_connect_timeout=_CONNECT_S,
                 retry=Retry(NoBackoff(), 0),
                 client_name="omnifleet-media",
@@ -115,11 +124,13 @@ class RedisIndex:
         while True:
             try:
                 return await command()
-            except failures.AuthenticationError as error:
-                raise OmnifleetError(
-                    Reason.INVALID_CONFIG, f"Redis at {self._where} refuses the login: {error}", knob=_KNOB
-                ) from None
             except _AWAY as error:
+                if _is_refused_login(error):
+                    raise OmnifleetError(
+                        Reason.INVALID_CONFIG,
+                        f"Redis at {self._where} refuses the login: {error}",
+                        knob=_KNOB,
+                    ) from None
                 if time.monotonic() + pause >= end:
                     raise retryable(
                         Reason.UNAVAILABLE,
@@ -285,6 +296,16 @@ def _flat(pairs: Iterable[Any]) -> list[str]:
     return [part for pair in pairs for part in ([pair] if isinstance(pair, str) else pair)]
 
 
+def _is_refused_login(error: BaseException) -> bool:
+    """The client wraps what the server answers to a login in an error of the connection."""
+    return (
+        isinstance(error, failures.AuthenticationError)
+        or "authenticat" in str(error).lower()
+        or "WRONGPASS" in str(error)
+    )
+
+
 def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname or ''}:{parts.port or 6379}{parts.path}"
+    """The address without user and password."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
