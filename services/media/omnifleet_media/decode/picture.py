@@ -34,7 +34,9 @@ BUNDLE = "frames"
 
 
 def prepare() -> Header:
-    """Our own limit replaces Pillow's warning; plugins are loaded before the door closes."""
+    """Our own limit replaces Pillow's warning; what is imported later is imported here, before files are out of reach."""
+    from omnifleet_media.decode import animation, bundle  # noqa: F401
+
     Image.MAX_IMAGE_PIXELS = None
     Image.init()
     return {"pillow": PIL.__version__}

@@ -1,6 +1,6 @@
 """A process that works for the service: python -m omnifleet_media.sandbox.child ROLE FD MEMORY_BYTES.
 
-It sees frames on one inherited socket, writes no file, and dies with the service.
+It sees frames on one inherited socket, opens nothing, and dies with the service.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from typing import Protocol, cast
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.sandbox.frames import Header, receive, send
+from omnifleet_media.sandbox.seccomp import give_up
 
 ROLES = {
     "pictures": "omnifleet_media.decode.picture",
     "clips": "omnifleet_media.decode.stream",
     "segments": "omnifleet_media.segment.work",
 }
+"""Names of roles. A test may name a module of its own instead."""
 # What libraries raise on damaged or hostile input; each ends one request, not the process.
 DAMAGED = (
     OSError,
@@ -46,7 +48,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Role(Protocol):
-    """What a role's module offers."""
+    """What a role's module offers. With `OPENS_FILES = True` it may go on to read files, as lazy imports do."""
 
     def prepare(self) -> Header:
         """Import what is heavy; answers facts such as library versions."""
@@ -62,17 +64,18 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to handle
     logging.disable(logging.ERROR)  # advice of libraries to their developers
     sock = socket.socket(fileno=fd)
-    role: Role = cast(Role, importlib.import_module(ROLES[name]))
+    role: Role = cast(Role, importlib.import_module(ROLES.get(name, name)))
     facts = role.prepare()
-    _close_the_door(memory_bytes)
-    send(sock, {**facts, "pid": os.getpid()})
+    _limit(memory_bytes)
+    unfiltered = give_up(opening=not getattr(role, "OPENS_FILES", False))
+    send(sock, {**facts, "pid": os.getpid(), "unfiltered": unfiltered})
     while (request := receive(sock)) is not None:
         header, bodies = _answer(role, *request)
         send(sock, header, *bodies)
     return 0
 
 
-def _close_the_door(memory_bytes: int) -> None:
+def _limit(memory_bytes: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

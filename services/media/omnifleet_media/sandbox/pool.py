@@ -153,6 +153,13 @@ class ProcessPool:
         except BaseException:
             child.end()
             raise
+        if child.facts.get("unfiltered"):
+            log.warning(
+                "%s process %d runs without a seccomp filter: %s",
+                self._role,
+                child.process.pid,
+                child.facts["unfiltered"],
+            )
         log.info(
             "%s process %d is up after %.1f s", self._role, child.process.pid, time.monotonic() - started
         )

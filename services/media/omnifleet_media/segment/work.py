@@ -14,6 +14,8 @@ from omnifleet_media.sandbox.frames import Header
 
 Pixels = npt.NDArray[np.uint8]
 
+OPENS_FILES = True
+"""transformers imports its processors when they are first asked for."""
 _KEEP = 8  # built processors, by class and config
 _built: dict[tuple[str, str], Any] = {}
 
