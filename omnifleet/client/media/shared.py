@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -29,13 +30,16 @@ class SharedFolder:
             self._folder = folder
 
     def open(self, kind: str, digest: str, size: int) -> memoryview | None:
-        """A read-only map of `size` bytes, or None if it is not there (any more). kind: `frame` or `segment`."""
+        """A read-only map of `size` bytes, or None if it is not there (any more). kind: `frame` or `segment`.
+
+        Marks the file as read, where its owner lets us, so that the service keeps it in shared memory longer.
+        """
         if not self._folder or not _DIGEST.fullmatch(digest):
             return None
-        return map_file(f"{self._folder}/{kind}/{digest}", size)
+        return map_file(f"{self._folder}/{kind}/{digest}", size, mark=True)
 
 
-def map_file(path: str, size: int) -> memoryview | None:
+def map_file(path: str, size: int, *, mark: bool = False) -> memoryview | None:
     """A read-only map of a file; None if it has gone, is not ours to see, or has another size."""
     try:
         fd = os.open(path, _FLAGS)
@@ -45,6 +49,9 @@ def map_file(path: str, size: int) -> memoryview | None:
         facts = os.fstat(fd)
         if facts.st_size != size or not size or not stat.S_ISREG(facts.st_mode):
             return None
+        if mark:
+            with suppress(PermissionError):
+                os.utime(fd)
         return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
     finally:
         os.close(fd)

@@ -91,7 +91,9 @@ class Door:
         if url:
             await self._fetcher.fetch(url, upload)
             self.library.counters.add("bytes_fetched", upload.received)
-        source = await with_files(upload.intake.finish(), self._roots, self.library.config.limits.source_bytes)
+        source = await with_files(
+            upload.intake.finish(), self._roots, self.library.config.limits.source_bytes
+        )
         extra = len(source.data) - upload.received
         if extra > 0:  # the files of a frame manifest
             self.reserve(extra)
@@ -125,9 +127,9 @@ class Door:
         self.payload.moved(
             boundary,
             logical_bytes=item.frame_bytes * len(item.frames),
-            physical_bytes=item.bytes if stored.decoded else 0,
+            physical_bytes=stored.new_bytes,
             logical_segments=len(item.frames),
-            physical_segments=len(set(item.frames)) if stored.decoded else 0,
+            physical_segments=stored.new_frames,
         )
 
     def read(self, boundary: str, size: int, *, mapped: bool) -> None:

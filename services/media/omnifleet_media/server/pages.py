@@ -92,8 +92,8 @@ async def _list(library: Library) -> str:
         ("objects", f"{known:,}"),
         ("on disk", _size(library.store.disk.used)),
         ("in shared memory", _size(library.store.shared.used)),
-        ("known uploads", f"{counters['alias_hit_rate']:.0%}"),
-        ("reads by mapping", f"{counters['map_rate']:.0%}"),
+        ("uploads known", f"{counters['alias_hit_rate']:.0%}" if counters["puts"] else "–"),
+        ("reads by mapping", f"{counters['map_rate']:.0%}" if counters["reads"] else "–"),
         ("deduplication", f"{counters['dedup_ratio']:.2f}×"),
         ("leases", f"{counters['leases_active']:,.0f}"),
     ]
@@ -113,7 +113,7 @@ async def _object(library: Library, digest: str) -> str:
         ("canonical bytes", f"{item.bytes:,}"),
         ("leases", await library.index.count_leases(item.digest, now_ms())),
         ("where", ", ".join(tiers) or "nowhere: upload it again"),
-        *sorted(item.facts.items()),
+        *((name.replace("_", " "), value) for name, value in sorted(item.facts.items())),
     ]
     if len(item.frames) > _FRAMES:
         rows.append(("frames listed", f"the first {_FRAMES} of {len(item.frames)}"))
