@@ -12,7 +12,10 @@ from omnifleet.wire.codec import media_from_wire
 
 @dataclass(frozen=True, slots=True)
 class MediaInfo:
-    """What a manifest says. timestamps_s: seconds, clips only; bytes: of the canonical frames."""
+    """What a manifest says. timestamps_s: seconds, clips only; bytes: of the canonical frames.
+
+    Audio has one digest, its track's: `samples` of float32 at `sample_rate` a second, and no width or height.
+    """
 
     ref: MediaRef
     frame_digests: tuple[Digest, ...]
@@ -21,6 +24,8 @@ class MediaInfo:
     height: int
     bytes: int
     facts: dict[str, str]
+    samples: int = 0
+    sample_rate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +83,6 @@ def info_from_wire(message: media_pb2.ObjectInfo) -> MediaInfo:
         height=message.height,
         bytes=message.bytes,
         facts=dict(message.facts),
+        samples=message.samples,
+        sample_rate=message.sample_rate,
     )

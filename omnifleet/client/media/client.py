@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 import omnifleet
-from omnifleet.address import digest_bytes, frame_digest, media_digest, source_digest
+from omnifleet.address import digest_bytes, frame_digest, media_digest, source_digest, track_digest
 from omnifleet.client.media.answers import Collected, MediaInfo, Segment, Stat, Verified, info_from_wire
 from omnifleet.client.media.cache import LocalCache
 from omnifleet.client.media.calls import MediaCalls
 from omnifleet.client.media.shared import SharedFolder, map_file
 from omnifleet.client.media.tensors import read_tensors
 from omnifleet.client.status import ServiceStatus, status_from_wire
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.flight import SingleFlight
 from omnifleet.processor import ImageProcessorSpec
 from omnifleet.telemetry.payload import PayloadMeter
@@ -29,6 +29,7 @@ from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import kind_to_wire, lease_from_wire, media_from_wire, media_to_wire
 
 Frame = npt.NDArray[np.uint8]
+Track = npt.NDArray[np.float32]
 
 _DEADLINE_S = 60.0
 _CACHE_BYTES = 256 << 20
@@ -189,6 +190,21 @@ class MediaClient:
                 return await self.frame(ref, i)
 
         return list(await asyncio.gather(*(one(i) for i in range(len(info.frame_digests)))))
+
+    async def track(self, ref: MediaRef) -> Track:
+        """The samples of an audio object: float32 (N,) at `info(ref).sample_rate` a second, read-only.
+
+        Raises OmnifleetError: INVALID_REQUEST for another kind, NOT_FOUND, MEDIA_LOST, CORRUPT.
+        """
+        info = await self.info(ref)
+        if not info.sample_rate:
+            raise invalid(f"{ref.url} is of kind {info.ref.kind}: it has frames, no track")
+        digest = info.frame_digests[0]
+        buffer, mapped = await self.fetch(media_pb2.OBJECT_PART_FRAME, digest, 4 * info.samples)
+        samples = np.frombuffer(buffer, "<f4")
+        if len(samples) != info.samples or not (mapped or track_digest(samples, info.sample_rate) == digest):
+            raise _changed_on_the_way(digest)
+        return samples
 
     async def source(self, digest: str) -> bytes:
         """The bytes of a source as they were uploaded. Raises NOT_FOUND, MEDIA_LOST, CORRUPT."""

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from omnifleet.client.media.answers import Collected, MediaInfo, Segment, Stat, Verified
-from omnifleet.client.media.client import Frame, MediaClient
+from omnifleet.client.media.client import Frame, MediaClient, Track
 from omnifleet.client.status import ServiceStatus
 from omnifleet.processor import ImageProcessorSpec
 from omnifleet.telemetry.payload import PayloadMeter
@@ -105,6 +105,10 @@ class SyncMediaClient:
     def frames(self, ref: MediaRef) -> list[Frame]:
         """As `MediaClient.frames`."""
         return self._do(self.client.frames(ref))
+
+    def track(self, ref: MediaRef) -> Track:
+        """As `MediaClient.track`."""
+        return self._do(self.client.track(ref))
 
     def source(self, digest: str) -> bytes:
         """As `MediaClient.source`."""

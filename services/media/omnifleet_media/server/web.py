@@ -124,12 +124,14 @@ def _caption(item: MediaObject, i: int) -> str:
 
 def facts_of(item: MediaObject) -> dict[str, Any]:
     """An object as JSON."""
+    size = {"width": item.width, "height": item.height}
+    if item.kind is MediaKind.AUDIO:
+        size = {"samples": item.width, "sample_rate": item.height}
     return {
         "digest": item.digest,
         "url": item.ref.url,
         "kind": str(item.kind),
-        "width": item.width,
-        "height": item.height,
+        **size,
         "frames": list(item.frames),
         "timestamps_s": [us / 1_000_000 for us in item.timestamps_us],
         "bytes": item.bytes,
