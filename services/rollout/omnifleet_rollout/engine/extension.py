@@ -18,7 +18,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.vllm_launch import vllm_version
 from omnifleet_rollout.refit.buckets import DTYPES
-from omnifleet_rollout.refit.plan import NotPlannable, Plan, record
+from omnifleet_rollout.refit.plan import NotPlannable, Plan, record, state_digests
 from omnifleet_rollout.refit.stager import Stager
 from omnifleet_rollout.refit.weights import Weights
 
@@ -58,9 +58,13 @@ class OmnifleetExtension:
         """Forget the shadow."""
         return _answer(self._omni_stager.drop)
 
+    def omni_digests(self) -> str:
+        """Checksums of all tensors of the model as they are now: what two engines must have in common."""
+        return _answer(lambda: state_digests(self.model_runner.get_model()))
+
     def omni_counters(self) -> str:
         """Counters of this process."""
-        return _answer(lambda: {"encoder_items": self._omni_encoded})
+        return _answer(self._omni_counters)
 
     def _omni_ready(self) -> dict[str, Any]:
         model = self.model_runner.get_model()
@@ -89,6 +93,9 @@ class OmnifleetExtension:
         except NotPlannable as error:
             log.warning("refits take the loader path: %s", error)
             return None
+
+    def _omni_counters(self) -> dict[str, int]:
+        return {"encoder_items": self._omni_encoded, "refits_by_plan": self._omni_stager.refits_by_plan}
 
     def _omni_count(self, items: int) -> None:
         self._omni_encoded += items

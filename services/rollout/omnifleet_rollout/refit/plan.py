@@ -224,9 +224,9 @@ def agrees(
         for fill in plan.fills:
             fill.write.on(targets[fill.target]).fill_(fill.value)
         replay(pairs)
-        ours = _digests(model)
+        ours = state_digests(model)
         load()
-        theirs = _digests(model)
+        theirs = state_digests(model)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
@@ -256,8 +256,8 @@ def _everything(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 _CACHES = {"kv_cache"}
 
 
-def _digests(model: torch.nn.Module) -> dict[str, str]:
-    """What each tensor is, in bits: dtype, shape and the device checksum of its elements."""
+def state_digests(model: torch.nn.Module) -> dict[str, str]:
+    """All that hangs on a model, by name: dtype, shape and the device checksum of the elements."""
     digests = {}
     for name, tensor in _everything(model):
         digests[name] = f"{tensor.dtype} {tuple(tensor.shape)} "

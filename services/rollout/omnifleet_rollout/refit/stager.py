@@ -59,6 +59,7 @@ class Stager:
         self._digest, self._pairs = "", Pairs()
         self._checked = False
         self._since_check = 0
+        self.refits_by_plan = 0
 
     def begin(self, manifest_json: str, source: str) -> None:
         """Check the manifest and start to receive; `poll` tells when it is done. Raises REFIT_REJECTED, CONFLICT.
@@ -96,6 +97,7 @@ class Stager:
         began, count = time.monotonic(), len(weights.shadow)
         with torch.no_grad():
             by_plan = self._apply()
+        self.refits_by_plan += by_plan
         weights.commit(by_plan=by_plan)
         self.drop()
         return Loaded(count, by_plan, time.monotonic() - began)
