@@ -137,7 +137,7 @@ def test_the_recipes_are_in_the_core_wheel(wheels: dict[str, Wheel], elsewhere: 
     shipped = {
         Path(name).name for name in wheels["omnifleet"].names() if name.startswith("omnifleet/_recipes/")
     }
-    assert shipped == {path.name for path in ROOT.glob("recipes/*") if path.is_file()}
+    assert shipped == {path.name for path in ROOT.glob("recipes/**/*") if path.is_file()}
     assert "cpu-tiny" in run(elsewhere, tmp_path, "omnifleet", "config", "show", "cpu-tiny")
 
 

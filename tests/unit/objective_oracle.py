@@ -51,44 +51,44 @@ def token_share(c: Any, length: int, tokens: int, sequences: int) -> float:
 
 def surrogate(case: Case, c: Any, b: int, t: int, trained: list[int]) -> tuple[float, dict[int, float]]:
     """Loss of one token, and its derivative by the logprob of each token of the sample."""
-    l, g = case["current"][b], case["generation"][b]
+    now, g = case["current"][b], case["generation"][b]
     old = g if c.old_policy == "generation" else case["prev"][b]
     a = case["advantages"][b][t]
-    r, rho = math.exp(l[t] - old[t]), math.exp(l[t] - g[t])
+    r, rho = math.exp(now[t] - old[t]), math.exp(now[t] - g[t])
     match c.surrogate:
         case "clipped":
-            return clipped(c, l, old, a, t, trained)
+            return clipped(c, now, old, a, t, trained)
         case "cispo":
             w = min(max(r, 1 - c.clip_low), 1 + c.clip_high)
-            return -w * a * l[t], {t: -w * a}
+            return -w * a * now[t], {t: -w * a}
         case "aipo":
             w = min(rho, c.aipo.cap)
-            return -w * a * l[t], {t: -w * a}
+            return -w * a * now[t], {t: -w * a}
         case "sapo":
             tau = c.sapo.tau_positive if a > 0 else c.sapo.tau_negative
             s = 1 / (1 + math.exp(-tau * (r - 1)))
             return -4 / tau * s * a, {t: -4 * s * (1 - s) * r * a}
         case "topr":
-            whole = math.exp(sum(l[u] - g[u] for u in trained))
+            whole = math.exp(sum(now[u] - g[u] for u in trained))
             w = 1.0 if a >= 0 else min(whole, 1.0)
-            return -w * a * l[t], {t: -w * a}
+            return -w * a * now[t], {t: -w * a}
         case "dppo_tv":
-            moved = math.exp(l[t]) - math.exp(g[t])
+            moved = math.exp(now[t]) - math.exp(g[t])
             dropped = moved > c.dppo.delta_high if a > 0 else moved < -c.dppo.delta_low
             w = 0.0 if dropped else min(rho, c.dppo.cap)
-            return -w * a * l[t], {t: -w * a}
+            return -w * a * now[t], {t: -w * a}
         case "reinforce":
-            return -a * l[t], {t: -a}
+            return -a * now[t], {t: -a}
     raise AssertionError(c.surrogate)
 
 
 def clipped(
-    c: Any, l: Array, old: Array, a: float, t: int, trained: list[int]
+    c: Any, now: Array, old: Array, a: float, t: int, trained: list[int]
 ) -> tuple[float, dict[int, float]]:
     if c.ratio == "token":
-        r, slope = math.exp(l[t] - old[t]), {t: 1.0}
+        r, slope = math.exp(now[t] - old[t]), {t: 1.0}
     else:
-        r = math.exp(sum(l[u] - old[u] for u in trained) / len(trained))
+        r = math.exp(sum(now[u] - old[u] for u in trained) / len(trained))
         slope = {t: 1.0} if c.ratio == "sequence_token" else {u: 1 / len(trained) for u in trained}
     bounded = min(max(r, 1 - c.clip_low), 1 + c.clip_high)
     plain, cut = -a * r, -a * bounded

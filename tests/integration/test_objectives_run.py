@@ -1,0 +1,113 @@
+"""Every preset of recipes/objectives, by configuration alone, through the AutoModel policy on the tiny model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omnifleet.address import token_digest
+from omnifleet.config.load import load_recipe
+from omnifleet.config.recipe import Recipe
+from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
+from omnifleet_trainer.loop.batches import AdvantageRule
+from omnifleet_trainer.policy.build import open_policy
+from omnifleet_trainer.policy.port import Policy
+from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+
+pytestmark = pytest.mark.heavy
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "objectives"
+PRESETS = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+GROUPS, SIZE, STEPS = 3, 4, 3
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(folder)
+    return folder
+
+
+def recipe_of(preset: str, source: Path) -> Recipe:
+    overrides = [
+        f"model.path={source}",
+        "model.freeze=[]",
+        f"trainer.prompts_per_step={GROUPS}",
+        f"trainer.generations_per_prompt={SIZE}",
+        "trainer.optimizer={lr: 5.0e-4, warmup_steps: 0}",
+        "trainer.threads=1",
+    ]
+    return load_recipe(str(RECIPES / f"{preset}.yaml"), overrides)
+
+
+def batch_of() -> StepBatch:
+    """Replies of 3 to 7 tokens; in each group the first half is right."""
+    random = np.random.default_rng(0)
+    samples = []
+    for g in range(GROUPS):
+        prompt = random.integers(0, 300, 6).tolist()
+        for i in range(SIZE):
+            reply = random.integers(0, 300, 3 + (g + i) % 5).tolist()
+            samples.append(
+                TrainingSample(
+                    trajectory_id=f"{g}/{i}",
+                    group_id=f"g{g}",
+                    prompt_token_ids=prompt,
+                    prompt_hash=token_digest(prompt),
+                    token_ids=reply,
+                    generation_logprobs=[-1.0] * len(reply),
+                    mask=[1] * len(reply),
+                    lag=[0] * len(reply),
+                    reward=float(i < SIZE // 2),
+                )
+            )
+    return StepBatch(samples, 1)
+
+
+def margin(policy: Policy, batch: StepBatch) -> float:
+    """Mean logprob of right replies' tokens minus that of wrong ones'."""
+    values = policy.logprobs(batch)
+    right = [v.mean() for v, s in zip(values, batch.samples, strict=True) if s.reward == 1]
+    wrong = [v.mean() for v, s in zip(values, batch.samples, strict=True) if s.reward == 0]
+    return float(np.mean(right) - np.mean(wrong))
+
+
+def test_there_is_a_preset_for_each_objective() -> None:
+    assert set(PRESETS) >= {
+        *("grpo", "dr-grpo", "dapo", "gspo", "cispo", "decoupled-ppo", "aipo", "sapo", "topr", "dppo-tv"),
+        *("reinforce-plus-plus", "rloo"),
+    }
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_trains_towards_the_right_replies(preset: str, source: Path) -> None:
+    recipe = recipe_of(preset, source)
+    policy = open_policy(recipe, source)
+    try:
+        batch, rule = batch_of(), AdvantageRule(recipe.objective)
+        for sample, values in zip(batch.samples, policy.logprobs(batch), strict=True):
+            sample.generation_logprobs = values.tolist()  # as if the engine had these weights
+        for sample, advantage in zip(batch.samples, rule(batch.samples), strict=True):
+            sample.advantage = advantage
+        before, kl = margin(policy, batch), []
+        for step in range(STEPS):
+            batch.step = step
+            metrics = policy.train(batch)
+            assert all(math.isfinite(value) for value in metrics.values()), metrics
+            assert metrics["updates"] == 1.0 and metrics["grad_norm"] > 0
+            kept = metrics["global_valid_seqs"]
+            if step == 0 or not recipe.objective.rejects_samples:
+                assert kept == GROUPS * SIZE
+            assert kept + metrics["num_masked_seqs_by_logprob_error"] == GROUPS * SIZE
+            kl.append(metrics["kl_penalty"])
+            if step == 0:
+                assert metrics["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+                assert metrics["ess"] == pytest.approx(1.0, abs=1e-4)
+        assert margin(policy, batch) > before + 0.01
+        penalised = recipe.objective.kl_coefficient > 0 and recipe.objective.kl_in == "loss"
+        assert (kl[-1] > 0) == penalised
+    finally:
+        policy.close()
