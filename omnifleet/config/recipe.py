@@ -152,6 +152,17 @@ class TrainerConfig(StrictModel):
     """Steps between checkpoints."""
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that stay on disk."""
+    checkpoints_best: int = Field(0, ge=0)
+    """Best checkpoints by `checkpoint_metric` that stay beside the newest."""
+    checkpoint_metric: str = "heldout_reward"
+    """Metric of a step's record that ranks checkpoints; one without it ranks last."""
+    checkpoint_metric_higher: bool = True
+    """Whether more of it is better."""
+    checkpoint_in_background: bool = True
+    """Copy to host memory, then write beside the next step; off: the loop waits, without the copy."""
+    save_by_s: float | None = Field(None, gt=0)
+    """Seconds after which the process must have saved: it ends with a checkpoint before a step that might not fit, and
+    the same command resumes. For job time limits."""
     ledger_payload_steps: int | None = Field(None, ge=1)
     """Steps whose tokens and texts the ledger keeps; older ones keep their rows (reward, versions, digests) only.
     Default: all. What a kept checkpoint may need stays."""

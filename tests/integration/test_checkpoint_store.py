@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_trainer.checkpoint import CheckpointState, latest_checkpoint, prune, write_checkpoint
+from omnifleet_trainer.checkpoint import (
+    CheckpointState,
+    Retention,
+    latest_checkpoint,
+    oldest_step,
+    prune,
+    write_checkpoint,
+)
 from omnifleet_trainer.policy.fake import FakePolicy
 
 WRITER = """
@@ -77,9 +84,9 @@ def test_the_newest_complete_one_wins_and_the_last_k_stay(tmp_path: Path) -> Non
     for step in (9, 10, 100):
         write_checkpoint(tmp_path, step, save_policy=save, state=state(step))
     assert latest_checkpoint(tmp_path) == (tmp_path / "step_00000100", state(100))
-    assert [path.name for path in prune(tmp_path, 2)] == ["step_00000009"]
+    assert [path.name for path in prune(tmp_path, Retention(2))] == ["step_00000009"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000100"]
-    assert prune(tmp_path, 2) == []
+    assert prune(tmp_path, Retention(2)) == []
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
@@ -127,3 +134,15 @@ def test_the_fake_policy_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (other.weights, other.trained) == (policy.weights, policy.trained)
     with pytest.raises(OmnifleetError):
         other.load(tmp_path)
+
+
+def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
+    scores = {1: 0.5, 2: 0.9, 3: None, 4: 0.9, 5: 0.1, 6: 0.2}
+    for step, score in scores.items():
+        body = CheckpointState(step, step, "l", 0, "d", extra={"metric": score})
+        write_checkpoint(tmp_path, step, save_policy=save, state=body)
+    prune(tmp_path, Retention(latest=1, best=2))
+    assert [int(path.name[5:]) for path in sorted(tmp_path.iterdir())] == [2, 4, 6]
+    assert oldest_step(tmp_path) == 2
+    found = latest_checkpoint(tmp_path)
+    assert found is not None and found[1].step == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Row:
     images: tuple[bytes, ...]
     answer: str
     task: str = "count"
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def rows(n: int) -> list[Row]:
@@ -224,6 +226,7 @@ def world(
     evaluation: EvaluationConfig = EvaluationConfig(size=1),
     max_epochs: int = 1000,
     seed: int = 0,
+    clock: Callable[[], float] = time.monotonic,
     **trainer: Any,
 ) -> Iterator[World]:
     """Open a run in `folder`, at a checkpoint of step `resume_at`. `trainer`: settings of TrainerConfig."""
@@ -318,6 +321,7 @@ def world(
         lambda version: None,
         checkpoint,
         media_counters,
+        clock=clock,
     )
     controller = Controller(parts, config, evaluation)
     try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_trainer.checkpoint.retention import Retention
 
 FORMAT = 1
 _NAME = re.compile(r"step_(\d+)(?:\.(\d+))?$")
@@ -34,7 +35,7 @@ class CheckpointState:
 
     step: steps that are done. version: number of the last published weights, within `lineage`. ledger_position: what
     the ledger must be at, at least. seeds: name -> state of each random stream. config_digest: of the recipe.
-    extra: JSON values of the loop's own.
+    extra: JSON values of the loop's own; `metric` ranks the checkpoint for retention.
     """
 
     step: int
@@ -115,12 +116,23 @@ def latest_checkpoint(root: Path) -> tuple[Path, CheckpointState] | None:
         ) from error
 
 
-def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest complete checkpoints (at least 1). Returns what was removed."""
-    removed = _complete(root)[: -max(keep, 1)]
+def prune(root: Path, retention: Retention) -> list[Path]:
+    """Remove complete checkpoints that `retention` does not keep. Returns what was removed."""
+    found = {path: _rank(path)[0] for path in _complete(root)}
+    kept = retention.keeps((step, _metric(path)) for path, step in found.items())
+    removed = [path for path, step in found.items() if step not in kept]
     for folder in removed:
         _remove(folder)
     return removed
+
+
+def _metric(folder: Path) -> float | None:
+    """The metric that a checkpoint was written with; None if it has none that can be read."""
+    try:
+        value = json.loads((folder / _STATE).read_text())["extra"].get("metric")
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def oldest_step(root: Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,7 +48,11 @@ class Refits(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop is made of. `serving` is told of every version that the fleet has taken."""
+    """What the loop is made of. `serving` is told of every version that the fleet has taken.
+
+    checkpoint: returns once it is complete. checkpoint_beside: returns once it has what it needs (None: as the former).
+    clock: seconds, for the run's time limit.
+    """
 
     ledger: Ledger
     admission: Admission
@@ -63,6 +68,8 @@ class Parts:
     serving: Callable[[WeightVersion], None]
     checkpoint: Callable[[int], Awaitable[Path]]
     media_counters: Callable[[], Awaitable[dict[str, float]]]
+    checkpoint_beside: Callable[[int], Awaitable[None]] | None = None
+    clock: Callable[[], float] = time.monotonic
 
 
 class Controller:
@@ -78,6 +85,8 @@ class Controller:
         self._resumes = 0
         self._state = "starting"
         self._controls: dict[str, float] = {}
+        self._began = parts.clock()
+        self._steps_here = 0
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -152,8 +161,17 @@ class Controller:
         if self._evaluation_is_due(step):
             metrics |= await self._evaluate()
         await self._record(metrics)
-        if step % self._trainer.checkpoint_every == 0 and step < self._trainer.steps:
-            await p.checkpoint(step)
+        self._check_time()
+        if step % self._trainer.checkpoint_every == 0 and step < self._trainer.steps and not self._stopping:
+            await (p.checkpoint_beside or p.checkpoint)(step)
+
+    def _check_time(self) -> None:
+        """End with a checkpoint if another step might not fit into the time that the run has (reference: must_save_by)."""
+        limit, spent = self._trainer.save_by_s, self._parts.clock() - self._began
+        self._steps_here += 1
+        if limit is not None and not self._stopping and spent + spent / self._steps_here >= limit:
+            log.info("%.0f s of trainer.save_by_s = %g are spent: checkpoint, then end", spent, limit)
+            self.stop(checkpoint=True)
 
     async def _publish(self) -> dict[str, float]:
         """Give the fleet the policy's weights; then, and only then, they count for credits and bounds."""

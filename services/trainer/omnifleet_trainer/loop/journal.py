@@ -76,6 +76,11 @@ class Journal:
         """One metric over the steps that have it."""
         return [r.metrics[name] for _, r in sorted(self._records.items()) if name in r.metrics]
 
+    def latest(self, name: str) -> float | None:
+        """A metric of the newest record that has it."""
+        values = self.values(name)
+        return values[-1] if values else None
+
     async def follow(self, after: int, *, live: bool) -> AsyncGenerator[StepRecord, None]:
         """Records of steps after `after`, in order; with `live`, then new ones until the journal is closed."""
         while True:

@@ -158,10 +158,21 @@ class AutoModelPolicy:
         """See `Policy`."""
         return set(self._trainable)
 
-    def save(self, folder: Path) -> None:
+    def snapshot(self) -> Callable[[Path], None]:
         """See `Policy`; weights are the float32 masters."""
+        weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in self._state()]
+        write_optimizer = self._optimizer.snapshot()
+
+        def write(folder: Path) -> None:
+            write_folder(folder / "policy", weights, self._source)
+            write_optimizer(folder / "optimizer")
+
+        return write
+
+    def save(self, folder: Path) -> None:
+        """See `Policy`; streams the weights, without a copy of them all."""
         write_folder(folder / "policy", self._state(), self._source)
-        self._optimizer.save(folder / "optimizer")
+        self._optimizer.snapshot()(folder / "optimizer")
 
     def load(self, folder: Path) -> None:
         """See `Policy`."""

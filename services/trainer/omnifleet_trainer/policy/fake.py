@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +91,20 @@ class FakePolicy:
             (name, tensors[name] + moved if name == first else tensors[name]) for name in sorted(tensors)
         )
 
+    def snapshot(self) -> Callable[[Path], None]:
+        """See `Policy`."""
+        body = json.dumps({"weights": self.weights, "trained": self.trained})
+
+        def write(folder: Path) -> None:
+            for part in ("policy", "optimizer"):
+                (folder / part).mkdir(parents=True, exist_ok=True)
+                (folder / part / _FILE).write_text(body)
+
+        return write
+
     def save(self, folder: Path) -> None:
         """See `Policy`; both folders hold one JSON file."""
-        body = json.dumps({"weights": self.weights, "trained": self.trained})
-        for part in ("policy", "optimizer"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-            (folder / part / _FILE).write_text(body)
+        self.snapshot()(folder)
 
     def load(self, folder: Path) -> None:
         """See `Policy`."""

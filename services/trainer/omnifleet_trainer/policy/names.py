@@ -40,7 +40,20 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for path in checkpoint_files(folder):
         with safe_open(path, "np") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    _refuse_legacy(shapes, folder)
     return shapes
+
+
+def _refuse_legacy(names: Iterable[str], folder: Path) -> None:
+    """Nemotron Omni checkpoints of before the dedicated model class keep everything under `llava_model.`."""
+    legacy = next((name for name in names if name.startswith("llava_model.")), None)
+    if legacy is not None:
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"{folder} has legacy keys ({legacy}): no current model class reads them. Export it to the Hugging Face "
+            "layout with the release that wrote it, and give that folder",
+            knob="model.path",
+        )
 
 
 def source_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:

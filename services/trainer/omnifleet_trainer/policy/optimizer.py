@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -49,23 +49,28 @@ class Optimizer:
         """Drop gradients."""
         self._adam.zero_grad(set_to_none=True)
 
-    def save(self, folder: Path) -> None:
-        """Write moments.safetensors and optimizer.json."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy the state to host memory; the result writes moments.safetensors and optimizer.json, on any thread."""
         tensors: dict[str, Tensor] = {}
         updates: dict[str, float] = {}
         for name, weight in self._weights.items():
             if state := self._adam.state.get(weight):
                 tensors |= {
-                    f"{moment}/{name}": state[moment].detach().cpu().contiguous() for moment in _MOMENTS
+                    f"{moment}/{name}": state[moment].detach().to("cpu", copy=True).contiguous()
+                    for moment in _MOMENTS
                 }
                 updates[name] = float(state["step"])
-        save_file(tensors, folder / "moments.safetensors")
-        body = {"kind": "adamw", "steps": self.steps, "updates": updates}
-        (folder / "optimizer.json").write_text(json.dumps(body, sort_keys=True))
+        body = json.dumps({"kind": "adamw", "steps": self.steps, "updates": updates}, sort_keys=True)
+
+        def write(folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / "moments.safetensors")
+            (folder / "optimizer.json").write_text(body)
+
+        return write
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises OmnifleetError(CORRUPT) if it is of other weights."""
+        """Restore what `snapshot` wrote. Raises OmnifleetError(CORRUPT) if it is of other weights."""
         body = json.loads((folder / "optimizer.json").read_text())
         tensors = load_file(folder / "moments.safetensors")
         unknown = sorted(set(body["updates"]) - set(self._weights))

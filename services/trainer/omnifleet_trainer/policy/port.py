@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -49,6 +49,13 @@ class Policy(Protocol):
 
     def trainable_names(self) -> set[str]:
         """Hugging Face names of the weights that training moves."""
+        ...
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy weights, optimiser and random state to host memory; the result writes them as `save` does.
+
+        The result may be called on another thread, while training goes on.
+        """
         ...
 
     def save(self, folder: Path) -> None:

@@ -19,13 +19,10 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import image_token_id, read_image_processor
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Sampling, WeightVersion
-from omnifleet_trainer.checkpoint import CheckpointState, oldest_step, prune, write_checkpoint
 from omnifleet_trainer.evaluation import HeldOut
-from omnifleet_trainer.ledger import SqliteLedger
 from omnifleet_trainer.loop.admission import Admission
 from omnifleet_trainer.loop.batches import AdvantageRule, Batches
 from omnifleet_trainer.loop.buffer import ReadyBuffer, check_buffer
-from omnifleet_trainer.loop.changes import keep_recipe, recipe_digest
 from omnifleet_trainer.loop.controller import Controller, Parts
 from omnifleet_trainer.loop.journal import Journal
 from omnifleet_trainer.loop.prompting import Prompter
@@ -33,10 +30,11 @@ from omnifleet_trainer.loop.prompts import Prompts
 from omnifleet_trainer.loop.rollouts import Rollouts
 from omnifleet_trainer.loop.samplers import SAMPLERS
 from omnifleet_trainer.loop.signal import SignalFilter
-from omnifleet_trainer.loop.start import LEDGER, Start
+from omnifleet_trainer.loop.start import Start
 from omnifleet_trainer.loop.weights import Weights
 from omnifleet_trainer.refit.sender import RefitSender
 from omnifleet_trainer.rendering import Renderer, load_template
+from omnifleet_trainer.server.checkpoints import Checkpoints
 from omnifleet_trainer.server.refits import FleetRefits
 
 if TYPE_CHECKING:
@@ -178,6 +176,8 @@ async def assembled(
             **_dynamic_sampling(recipe),
         )
         journal = Journal(run_dir, step=start.step)
+        checkpoints = Checkpoints(recipe, run_dir / "checkpoints", ledger, weights, journal.latest)
+        stack.push_async_callback(checkpoints.close)
         parts = Parts(
             ledger=ledger,
             admission=admission,
@@ -191,57 +191,14 @@ async def assembled(
             journal=journal,
             counters=counters,
             serving=served.set,
-            checkpoint=Checkpoints(recipe, run_dir / "checkpoints", ledger, weights).write,
+            checkpoint=checkpoints.write,
+            checkpoint_beside=checkpoints.begin,
             media_counters=MediaCounters(media).read,
         )
         counters.gauge("step", lambda: float(weights.step))
         counters.gauge("groups_running", lambda: float(admission.running))
         counters.gauge("groups_waiting", lambda: float(admission.ready))
         yield Run(Controller(parts, trainer, recipe.evaluation), journal, weights.policy.describe())
-
-
-class Checkpoints:
-    """Writes what a resume needs: weights, optimiser, a copy of the ledger, and where the run stood."""
-
-    def __init__(self, recipe: Recipe, root: Path, ledger: SqliteLedger, weights: Weights) -> None:
-        self._root = root
-        self._ledger = ledger
-        self._weights = weights
-        self._kept = recipe.trainer.checkpoints_kept
-        self._seed = recipe.run.seed
-        self._recipe = recipe
-
-    async def write(self, step: int) -> Path:
-        """Write the checkpoint of `step` on the policy's thread and drop old ones. Raises DISK_FULL."""
-        version = self._weights.version
-        state = CheckpointState(
-            step=step,
-            version=version.number,
-            lineage=version.lineage,
-            ledger_position=self._ledger.counts().consumed,
-            config_digest=recipe_digest(self._recipe),
-            seeds={"run": self._seed},
-        )
-        path = await self._weights.on_thread(lambda: self._write(step, state))
-        log.info("checkpoint of step %d in %s", step, path)
-        self._forget(step)
-        return path
-
-    def _forget(self, step: int) -> None:
-        """Retention: payloads that neither the recipe nor a kept checkpoint asks for."""
-        keep, oldest = self._recipe.trainer.ledger_payload_steps, oldest_step(self._root)
-        if keep is not None and oldest is not None:
-            self._ledger.forget_payloads(min(oldest, step - keep) + 1)
-
-    def _write(self, step: int, state: CheckpointState) -> Path:
-        path = write_checkpoint(self._root, step, save_policy=self._save, state=state)
-        prune(self._root, self._kept)
-        return path
-
-    def _save(self, folder: Path) -> None:
-        self._weights.policy.save(folder)
-        self._ledger.backup_to(folder / LEDGER)
-        keep_recipe(self._recipe, folder)
 
 
 class MediaCounters:
