@@ -24,6 +24,7 @@ from omnifleet.client.refit import RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet_trainer.refit.courier import Courier, Order
+from omnifleet_trainer.refit.fold import fold
 from omnifleet_trainer.refit.group import Meeting
 from omnifleet_trainer.refit.snapshot import Snapshot
 
@@ -146,6 +147,19 @@ def raw_rate(meeting: Meeting) -> float:
     return RAW_BYTES * RAW_TIMES / seconds / 1e9
 
 
+def fold_rate() -> float:
+    """GB/s of the device checksum of one bucket with 16 tensors."""
+    bucket = torch.randint(0, 256, (RAW_BYTES,), dtype=torch.uint8, device=DEVICE)
+    starts = [i * (RAW_BYTES // 16) for i in range(16)]
+    fold(bucket, starts)
+    torch.cuda.synchronize(DEVICE)
+    began = time.monotonic()
+    for _ in range(RAW_TIMES):
+        fold(bucket, starts)
+    torch.cuda.synchronize(DEVICE)
+    return RAW_BYTES * RAW_TIMES / (time.monotonic() - began) / 1e9
+
+
 def change(child: Child, step: int) -> None:
     """New bytes in every tensor."""
     generator = torch.Generator(DEVICE).manual_seed(step)
@@ -264,6 +278,7 @@ async def measure(sizes: list[str], times: int) -> tuple[float, list[Row]]:
         children = [stack.enter_context(worker(size, folder)) for size in sizes]
         raw = await asyncio.to_thread(raw_rate, meeting)
         print(f"raw NCCL broadcast of 256 MiB: {raw:.1f} GB/s", flush=True)
+        print(f"device checksum of 256 MiB: {fold_rate():.0f} GB/s", flush=True)
         for child in children:
             ready = child.read()
             child.address = ready["address"]
