@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from omnifleet.config.services import GatewayConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_rollout.gateway.renderer import RendererLoader
 
+log = logging.getLogger("omnifleet.gateway")
 _TOKENIZER_S = 120.0
 
 
@@ -81,7 +83,8 @@ class Parsers:
             reasoning,
         )
         try:
-            parsers.parse("", [{"type": "function", "function": {"name": "probe"}}] if tool else [])
+            probe = [{"type": "function", "function": {"name": "probe"}}] if tool else []
+            parsers._parse("", probe, {"thinking": True, "enable_thinking": True})
         except (RuntimeError, ValueError, LookupError) as error:
             raise invalid(
                 f"the model's tokenizer does not suit gateway.tool_parser {config.tool_parser or 'none'} and "
@@ -90,12 +93,31 @@ class Parsers:
             ) from error
         return parsers
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
-        """Split one reply. tools: of the request, in OpenAI's chat form; none: no call is looked for."""
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Parsed:
+        """Split one reply; one that a parser trips over is all content, so that nothing sampled is lost.
+
+        tools: of the request, in OpenAI's chat form; none: no call is looked for. template_kwargs: some parsers ask them
+        whether the model was told to think.
+        """
+        try:
+            return self._parse(text, tools, dict(template_kwargs or {}))
+        except (RuntimeError, ValueError, LookupError, TypeError) as error:
+            log.warning("the parsers trip over a reply of %d characters: %r", len(text), error)
+            return Parsed(text)
+
+    def _parse(
+        self, text: str, tools: Sequence[Mapping[str, Any]], template_kwargs: dict[str, Any]
+    ) -> Parsed:
         request = self.request([dict(tool) for tool in tools] or None)
         reasoning, content = "", text
         if self.reasoning_class is not None:
-            found, rest = self.reasoning_class(self.tokenizer).extract_reasoning(text, request)
+            parser = self.reasoning_class(self.tokenizer, chat_template_kwargs=template_kwargs)
+            found, rest = parser.extract_reasoning(text, request)
             reasoning, content = found or "", rest or ""
         if self.tool_class is None or not tools:
             return Parsed(content, reasoning)

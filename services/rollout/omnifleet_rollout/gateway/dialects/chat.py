@@ -220,7 +220,16 @@ async def _answer(gateway: Gateway, http: Request, request: ChatRequest) -> Resp
     )
     turn = await gateway.conversations.open(prompt, asked.who)
     renderer = await gateway.renderer.get(gateway.config.request_timeout_s)
-    reply = Reply("chatcmpl", request, asked.sampling, renderer, asked.model, parsers=parsers, tools=tools)
+    reply = Reply(
+        "chatcmpl",
+        request,
+        asked.sampling,
+        renderer,
+        asked.model,
+        parsers=parsers,
+        tools=tools,
+        template_kwargs=prompt.template_kwargs,
+    )
     chat = Chat(gateway, request, reply, turn)
     events = events_of(gateway, asked, reply.id, turn.rendered, with_ids=reply.with_ids)
     if request.stream:

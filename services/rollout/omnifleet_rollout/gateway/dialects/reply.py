@@ -63,12 +63,13 @@ class Reply:
         *,
         parsers: Parsers | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.request, self.sampling, self.renderer, self.model = request, sampling, renderer, model
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.seen: PromptSeen | None = None
-        self._parsers, self._tools = parsers, tools
+        self._parsers, self._tools, self._template_kwargs = parsers, tools, template_kwargs
         self._ends = renderer.eos | set(sampling.stop_token_ids)
         self.choices = [Choice(i, TextStream(self._decode, sampling.stop)) for i in range(sampling.n)]
 
@@ -109,7 +110,9 @@ class Reply:
         return Piece(choice, "" if self._parsers else text, ids, logprobs, spans)
 
     def _parse(self, text: str) -> Parsed:
-        return self._parsers.parse(text, self._tools) if self._parsers else Parsed(text)
+        if self._parsers is None:
+            return Parsed(text)
+        return self._parsers.parse(text, self._tools, self._template_kwargs)
 
     @property
     def parses(self) -> bool:

@@ -1,0 +1,373 @@
+"""What the gateway costs, against calling the engine in its own process, all in one run on one machine.
+
+    python bench/rollout/gateway.py
+
+A real vLLM CPU engine with a tiny random Qwen2-VL serves inside this process; gateway, media service and the client that
+asks through the gateway are processes of their own. Direct and gateway rounds alternate. Prints added latency, throughput
+at saturation, bytes a token of each dialect, and processor and encoder runs of an image-heavy load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from PIL import Image
+
+from omnifleet.auth import Scope
+from omnifleet.client.media import MediaClient
+from omnifleet.client.rollout import RolloutClient
+from omnifleet.config.services import RolloutConfig
+from omnifleet.service import load_section, load_tokens, peer, read_records
+from omnifleet.types import Identity, MediaRef, Sampling
+from omnifleet.wire import rollout_pb2, rollout_pb2_grpc
+from omnifleet.wire.channel import open_channel
+from omnifleet.wire.codec import sampling_to_wire
+from omnifleet_rollout.engine.port import EngineRequest
+from omnifleet_rollout.engine.vllm_engine import VllmEngine
+from omnifleet_rollout.worker.command import Worker
+
+WHO = Identity("bench")
+PROMPT_TOKENS = 32
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 256 << 20,
+    "block_size": 32,
+    "threads": 1,
+    "processor_cache_gb": 0.25,
+    "enable_prefix_caching": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """requests at once, in all, and tokens of each reply."""
+
+    at_once: int
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds of each request, in order of their ends; wall: seconds of all."""
+
+    seconds: list[float]
+    wall: float
+
+    @property
+    def p50_ms(self) -> float:
+        """Median of the requests, milliseconds."""
+        return 1000 * statistics.median(self.seconds)
+
+
+Ask = Callable[[int, int], Awaitable[int]]
+"""(number of the request, tokens) -> tokens made."""
+
+
+def prompt(number: int) -> list[int]:
+    """Bytes and merges of the tiny tokenizer; no two requests share one."""
+    return [40 + (number * 7919 + i * i) % 200 for i in range(PROMPT_TOKENS)]
+
+
+async def drive(load: Load, ask: Ask) -> Round:
+    """Run a load; every request must give all its tokens."""
+    room, seconds = asyncio.Semaphore(load.at_once), list[float]()
+
+    async def one(number: int) -> None:
+        async with room:
+            began = time.perf_counter()
+            made = await ask(number, load.tokens)
+            assert made == load.tokens, f"{made} of {load.tokens} tokens"
+            seconds.append(time.perf_counter() - began)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one(number) for number in range(load.requests)))
+    return Round(seconds, time.perf_counter() - began)
+
+
+def sampling(number: int, tokens: int, n: int = 1) -> Sampling:
+    return Sampling(max_tokens=tokens, seed=number, ignore_eos=True, n=n)
+
+
+# ---------------------------------------------------------------- the two ways
+
+
+def direct(engine: VllmEngine) -> Ask:
+    """The engine's own generator, in this process."""
+
+    async def ask(number: int, tokens: int) -> int:
+        made = 0
+        prepared = await engine.prepare(prompt(number), [], "bench")
+        request = EngineRequest(f"direct-{time.time_ns()}", prepared, sampling(number, tokens), salt="bench")
+        async with aclosing(engine.generate(request)) as deltas:
+            async for delta in deltas:
+                made += len(delta.token_ids)
+        return made
+
+    return ask
+
+
+async def client_process(run_dir: Path, way: str, load: Load) -> None:
+    """The other side of the gateway: a trainer's client (`grpc`) or an environment's (`http`). Prints its round."""
+    secret = load_tokens(run_dir).secret(Scope.TRAINER)
+    record = read_records(run_dir)["gateway"]
+    if way == "grpc":
+        async with RolloutClient.open(record.grpc, secret) as client:
+
+            async def ask(number: int, tokens: int) -> int:
+                reply = await client.generate(
+                    prompt_token_ids=prompt(number),
+                    sampling=sampling(number, tokens),
+                    identity=WHO,
+                    deadline_s=120,
+                    return_prompt_token_ids=False,
+                )
+                return sum(len(sample.token_ids) for sample in reply.samples.values())
+
+            await drive(Load(1, 3, 2), ask)
+            found = await drive(load, ask)
+    else:
+        headers = {"authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(base_url=f"http://{record.http}", headers=headers, timeout=120) as http:
+
+            async def ask(number: int, tokens: int) -> int:
+                body = {"prompt": prompt(number), "max_tokens": tokens, "seed": number, "ignore_eos": True}
+                reply = (await http.post("/v1/completions", json=body)).json()
+                return int(reply["usage"]["completion_tokens"])
+
+            await drive(Load(1, 3, 2), ask)
+            found = await drive(load, ask)
+    print(json.dumps(asdict(found)))
+
+
+async def through_gateway(run_dir: Path, way: str, load: Load) -> Round:
+    """Run `client_process` as a process and take its round."""
+    command = [
+        sys.executable,
+        __file__,
+        "--client",
+        way,
+        "--run-dir",
+        str(run_dir),
+        "--load",
+        json.dumps(asdict(load)),
+    ]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    out, _ = await process.communicate()
+    assert process.returncode == 0, f"the client ended with {process.returncode}"
+    return Round(**json.loads(out.splitlines()[-1]))
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+async def latency(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
+    """One request at a time: what the gateway adds to a first token and to a short reply."""
+    for tokens in (1, 16):
+        load = Load(1, 60, tokens)
+        found: dict[str, list[float]] = {"direct": [], "grpc": [], "http": []}
+        for _ in range(rounds):
+            found["direct"].append((await drive(load, direct(engine))).p50_ms)
+            for way in ("grpc", "http"):
+                found[way].append((await through_gateway(run_dir, way, load)).p50_ms)
+        middle = {way: statistics.median(values) for way, values in found.items()}
+        added = ", ".join(f"{way} +{middle[way] - middle['direct']:.2f} ms" for way in ("grpc", "http"))
+        print(f"latency, {tokens} tokens: direct p50 {middle['direct']:.2f} ms; through the gateway {added}")
+
+
+async def saturation(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
+    """More requests than the engine runs at once: tokens a second."""
+    load = Load(48, 144, 64)
+    found: dict[str, list[float]] = {"direct": [], "grpc": [], "http": []}
+    for _ in range(rounds):
+        found["direct"].append(load.requests * load.tokens / (await drive(load, direct(engine))).wall)
+        for way in ("grpc", "http"):
+            wall = (await through_gateway(run_dir, way, load)).wall
+            found[way].append(load.requests * load.tokens / wall)
+    middle = {way: statistics.median(values) for way, values in found.items()}
+    shares = ", ".join(f"{way} {100 * middle[way] / middle['direct']:.1f} %" for way in ("grpc", "http"))
+    print(f"saturation: direct {middle['direct']:.0f} tokens/s; through the gateway {shares} of it")
+    print("  rounds: " + "; ".join(f"{way} {', '.join(f'{x:.0f}' for x in xs)}" for way, xs in found.items()))
+
+
+async def bytes_per_token(run_dir: Path, tokens: int = 512) -> None:
+    """Bytes of one reply with ids, logprobs and versions of all its tokens, by dialect; the prompt has 32 tokens."""
+    secret = load_tokens(run_dir).secret(Scope.TRAINER)
+    record = read_records(run_dir)["gateway"]
+    full = {"seed": 1, "ignore_eos": True, "return_token_ids": True}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, **full}
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "chat completions": ("/v1/chat/completions", chat),
+        "chat completions, streamed": ("/v1/chat/completions", {**chat, "stream": True}),
+        "completions": ("/v1/completions", {"prompt": prompt(1), "max_tokens": tokens, **full}),
+        "Responses": ("/v1/responses", {"input": "hi", "max_output_tokens": tokens, **full}),
+    }
+    sizes: dict[str, float] = {}
+    headers = {"authorization": f"Bearer {secret}"}
+    async with httpx.AsyncClient(base_url=f"http://{record.http}", headers=headers, timeout=120) as http:
+        for name, (path, body) in bodies.items():
+            reply = await http.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+            sizes[name] = len(reply.content) / tokens
+    async with open_channel(record.grpc, secret) as channel:
+        stub = rollout_pb2_grpc.RolloutStub(channel)  # type: ignore[no-untyped-call]
+        for name, whole in (("gRPC, streamed", False), ("gRPC, whole samples", True)):
+            request = rollout_pb2.GenerateRequest(
+                tokens=rollout_pb2.TokenPrompt(token_ids=prompt(1)),
+                sampling=sampling_to_wire(sampling(1, tokens)),
+                whole_samples=whole,
+            )
+            sizes[name] = (
+                sum([event.ByteSize() async for event in stub.Generate(request, timeout=120)]) / tokens
+            )
+    for name, size in sizes.items():
+        print(f"bytes a token, {name}: {size:.1f}")
+
+
+async def image_heavy(run_dir: Path, engine: VllmEngine, pictures: int = 16, each: int = 16) -> None:
+    """`each` generations of each picture, twice: how often the processor and the encoder ran."""
+    secret = load_tokens(run_dir).secret(Scope.SERVICE)
+    records = read_records(run_dir)
+    async with (
+        MediaClient.open(records["media"].grpc, secret) as media,
+        RolloutClient.open(records["gateway"].grpc, secret) as client,
+    ):
+        refs = [await media.put_image(picture(number), "bench") for number in range(pictures)]
+        assert len({ref.digest for ref in refs}) == pictures
+
+        async def runs() -> tuple[float, float, float]:
+            await engine.refresh()
+            counters, made = engine.stats().counters, (await media.status()).counters
+            return made.get("segments_computed", 0.0), counters["encoder_items"], counters["pictures_sent"]
+
+        async def ask(ref: MediaRef, number: int) -> None:
+            reply = await client.generate(
+                prompt_token_ids=[40, image_token(engine), 41, 42],
+                media=[ref],
+                sampling=sampling(number, 4, n=each),
+                identity=WHO,
+                deadline_s=120,
+            )
+            assert not reply.failures, reply.failures
+
+        before = await runs()
+        began = time.perf_counter()
+        for _ in range(2):
+            await asyncio.gather(*(ask(ref, number) for number, ref in enumerate(refs)))
+        wall, after = time.perf_counter() - began, await runs()
+    made, encoded, sent = ((b - a) / pictures for a, b in zip(before, after, strict=True))
+    print(
+        f"image-heavy, {2 * each} generations of each of {pictures} pictures in {wall:.1f} s: processor runs {made:.2f}, "
+        f"encoder runs {encoded:.2f}, pixels sent to the engine {sent:.2f} a distinct picture"
+    )
+
+
+def picture(number: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (84, 84), (number * 15, 40, 90)).save(out, "PNG")
+    return out.getvalue()
+
+
+def image_token(engine: VllmEngine) -> int:
+    from omnifleet.processor import image_token_id
+
+    return image_token_id(Path(engine.facts.model))
+
+
+# ---------------------------------------------------------------- the processes
+
+
+@asynccontextmanager
+async def stack(run_dir: Path, model: Path) -> AsyncIterator[VllmEngine]:
+    """Media service and gateway as processes, a worker in this one; yields its engine."""
+    recipe = {"model": {"path": str(model)}, "rollout": {"engine": ENGINE}}
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    tokens = load_tokens(run_dir)
+    config = load_section(run_dir, "rollout", RolloutConfig, ())
+    secret = tokens.secret(Scope.SERVICE)
+    engine = VllmEngine(model, config, find_media=lambda: peer(run_dir, "media"), secret=secret)
+    await engine.start()  # first: the engine's process may be forked from ours
+    processes, serving = [], None
+    try:
+        for app in ("omnifleet_media:app", "omnifleet_rollout:gateway_app"):
+            module, _, attribute = app.partition(":")
+            code = f"from {module}.cli import {attribute}; {attribute}()"
+            command = [sys.executable, "-c", code, "serve", "--run-dir", str(run_dir)]
+            processes.append(await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL))
+        worker = Worker(engine, "worker-0", config, tokens)
+        serving = asyncio.create_task(
+            worker.serve(run_dir, listen="127.0.0.1:0", http_listen="127.0.0.1:0", gateway="")
+        )
+        for name in ("media", "gateway"):
+            await peer(run_dir, name)
+        await ready(run_dir)
+        yield engine
+    finally:
+        if serving is not None:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        for process in processes:
+            process.terminate()
+        await asyncio.gather(*(process.wait() for process in processes))
+        await engine.shutdown()
+
+
+async def ready(run_dir: Path) -> None:
+    """Wait until the gateway would find a worker."""
+    record = read_records(run_dir)["gateway"]
+    async with httpx.AsyncClient(base_url=f"http://{record.http}") as http, asyncio.timeout(60):
+        while (await http.get("/readyz")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+async def measure(rounds: int) -> None:
+    from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="omnifleet-bench-") as folder:
+        run_dir, model = Path(folder) / "run", Path(folder) / "model"
+        run_dir.mkdir()
+        write_checkpoint(model, seed=0)
+        async with stack(run_dir, model) as engine:
+            print(f"{engine.facts.info}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start")
+            await drive(Load(4, 8, 8), direct(engine))
+            await latency(run_dir, engine, rounds)
+            await saturation(run_dir, engine, rounds)
+            await bytes_per_token(run_dir)
+            await image_heavy(run_dir, engine)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=3, help="rounds of each way; medians are printed")
+    options.add_argument("--client", choices=("grpc", "http"), help=argparse.SUPPRESS)
+    options.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
+    asked = options.parse_args()
+    logging.getLogger("omnifleet").setLevel(logging.WARNING)
+    if asked.client:
+        asyncio.run(client_process(asked.run_dir, asked.client, Load(**asked.load)))
+    else:
+        asyncio.run(measure(asked.rounds))
+
+
+if __name__ == "__main__":
+    main()
