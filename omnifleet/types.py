@@ -231,7 +231,7 @@ class Trajectory:
     """One scored sample with everything the trainer needs to check and to train on it.
 
     prompt_token_ids: expanded ids as the engine saw them. token_ids/logprobs/spans: as in Sample.
-    prompt, ground_truth, extra: what the reward was asked with beside the text, so that it can be asked again.
+    prompt, prompt_suffix, ground_truth, extra: what the reward was asked with beside the text, so that it can be again.
     """
 
     id: str
@@ -250,6 +250,7 @@ class Trajectory:
     components: dict[str, float] = field(default_factory=dict)
     prompt: str = ""
     ground_truth: str = ""
+    prompt_suffix: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

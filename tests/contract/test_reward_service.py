@@ -57,11 +57,11 @@ class Running:
 
 
 @contextmanager
-def started(run_dir: Path) -> Iterator[Running]:
+def started(run_dir: Path, **settings: object) -> Iterator[Running]:
     """A service process, killed at the end if it still runs."""
     (run_dir / "judges.py").write_text(MODULE)
     (run_dir / "recipe.yaml").write_text(
-        json.dumps({"reward_service": {"modules": ["judges"], "processes": 2}})
+        json.dumps({"reward_service": {"modules": ["judges"], "processes": 2, **settings}})
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(run_dir)])}
     process = subprocess.Popen([*COMMAND, str(run_dir)], env=environment)
@@ -115,6 +115,31 @@ async def test_scores_components_and_version(service: Running) -> None:
         expected("b", 0.15, 0.75, False),
         expected("a", 0.0, 0.0, False, Mark.UNPARSEABLE),
     ]
+
+
+async def test_ten_thousand_items_with_progress(service: Running) -> None:
+    items = [ScoreItem(str(n), f"<answer>{n % 7}</answer>", "3") for n in range(10_000)]
+    progress: list[tuple[int, int]] = []
+    async with open_client(service) as client:
+        scores = await client.score(
+            items, CLEVR[1:], 300, on_progress=lambda done, total: progress.append((done, total))
+        )
+    assert [score.id for score in scores] == [item.id for item in items]
+    assert [score.correct for score in scores] == [n % 7 == 3 for n in range(10_000)]
+    done = [count for count, _ in progress]
+    assert done == sorted(done) and progress[-1] == (10_000, 10_000) and len(progress) >= 10
+
+
+def test_clients_wait_for_a_full_queue(tmp_path: Path) -> None:
+    async def score_by_two(running: Running) -> list[ItemScore]:
+        items = [ScoreItem(str(n), GOOD, "2") for n in range(1000)]
+        async with open_client(running) as one, open_client(running) as other:
+            first, second = await asyncio.gather(*(c.score(items, CLEVR, 120) for c in (one, other)))
+        return [*first, *second]
+
+    with started(tmp_path, queue_items=256) as running:
+        scores = asyncio.run(score_by_two(running))
+    assert [score.correct for score in scores] == [True] * 2000
 
 
 async def test_unset_correct_stays_unset(service: Running) -> None:

@@ -45,6 +45,7 @@ def group_of(
             components={"exact@1": reward},
             prompt="Is it red?",
             ground_truth="yes",
+            prompt_suffix="<think>",
             extra={"task": "colour"},
         )
         for index in range(samples)

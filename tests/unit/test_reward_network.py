@@ -107,7 +107,7 @@ async def scores(
 ) -> list[Scored]:
     replies = [Reply(response, "truth", prompt="question {response}") for response in responses]
     config = ScorerConfig(name=scorer, params={"endpoint": "x", **params})
-    results, _ = await service.score([config], replies)
+    results: list[Scored] = (await service.score([config], replies))[0]
     return results
 
 

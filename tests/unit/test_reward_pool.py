@@ -14,10 +14,11 @@ from omnifleet.config.recipe import ScorerConfig
 from omnifleet.config.services import RewardConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.telemetry.counters import Counters
+from omnifleet.types import Mark
 from omnifleet_reward.assembly import reward_service
 from omnifleet_reward.pool import Pool
 from omnifleet_reward.registry import Registry
-from omnifleet_reward.scorer import Reply
+from omnifleet_reward.scorer import Reply, Verdict
 from omnifleet_reward.service import RewardService, Scored
 
 MODULE = "scorers_under_test"
@@ -65,6 +66,24 @@ def wait(reply):
         return float(gate.read())
 
 VERSIONED = Scorer("x", "3", "A scorer object.", lambda reply, params: Verdict(0.5, True))
+
+def hard(reply, params):
+    """Do what the reply says, the hard way."""
+    if reply.response == "spin":
+        while True:
+            pass
+    if reply.response == "sleep":
+        time.sleep(600)
+    if reply.response == "eat":
+        return Verdict(float(len(bytearray(8 << 30))))
+    if reply.response == "abort":
+        os.abort()
+    return Verdict(float(reply.response), True)
+
+HARD = Scorer("hard", "1", "Some replies are beyond it.", hard, beyond=-1.0)
+
+async def waits(reply):
+    return 1.0
 '''
 
 
@@ -126,6 +145,47 @@ async def test_a_stuck_scorer_is_killed_at_its_limit_and_replaced(module: str, o
         assert time.monotonic() - started < 60
         assert reason(stuck) is Reason.DEADLINE and stuck.error and stuck.error.knob
         assert stuck.components == () and fine.total.score == 0.5
+
+
+async def test_what_is_beyond_a_scorer_has_the_score_for_that_and_a_mark(module: str) -> None:
+    scorers = [ScorerConfig(name=f"{MODULE}:HARD"), ScorerConfig(name="exact_text")]
+    async with serving(module, item_timeout_s=2.0, item_memory_bytes=256 << 20) as (service, counters):
+        replies = [Reply(order, order) for order in ("0.5", "spin", "eat", "abort", "0.25")]
+        while True:  # a machine too busy to tell who is slow says so
+            results, _ = await service.score(scorers, replies)
+            if reason(results[1]) is not Reason.DEADLINE:
+                break
+        parts = [dict(result.components) for result in results]
+        assert [part["exact_text@1"] for part in parts] == [Verdict(1.0, True)] * 5
+        assert [part[f"{MODULE}:HARD@1"] for part in parts] == [
+            Verdict(0.5, True),
+            Verdict(-1.0, False, Mark.TIMEOUT),
+            Verdict(-1.0, False, Mark.CRASHED),
+            Verdict(-1.0, False, Mark.CRASHED),
+            Verdict(0.25, True),
+        ]
+        assert results[1].total == Verdict(0.0, False, Mark.TIMEOUT)
+        assert counters.count("items_timeout") >= 1 and counters.count("items_crashed") >= 2
+
+
+async def test_a_scorer_that_only_waits_was_not_beaten_by_the_reply(module: str) -> None:
+    async with serving(module, item_timeout_s=1.0) as (service, _):
+        (result,), _ = await service.score([ScorerConfig(name=f"{MODULE}:HARD")], [Reply("sleep", "")])
+    assert reason(result) is Reason.DEADLINE and result.error and result.error.retryable
+    assert result.total.mark is Mark.TIMEOUT
+
+
+async def test_a_catastrophic_pattern_costs_its_own_item_only(module: str) -> None:
+    scorers = [ScorerConfig(name="regex", params={"pattern": "(a+)+$"})]
+    async with serving(module, item_timeout_s=2.0) as (service, counters):
+        replies = [Reply("a" * 60 + "!", ""), *(Reply("aa", "") for _ in range(50))]
+        while True:
+            results, _ = await service.score(scorers, replies)
+            if reason(results[0]) is not Reason.DEADLINE:
+                break
+    assert results[0].total == Verdict(0.0, False, Mark.TIMEOUT)
+    assert [result.total.score for result in results[1:]] == [1.0] * 50
+    assert counters.count("processes_replaced") >= 1
 
 
 async def test_memory_is_limited(module: str) -> None:
@@ -212,6 +272,8 @@ async def test_versions_of_custom_scorers(module: str, tmp_path: Path) -> None:
         f"{module}:by_order",
         f"{module}:VERSIONED",
     }
+    with pytest.raises(OmnifleetError, match="coroutines are none"):
+        registry.find(f"{module}:waits")
     version = registry.find(f"{module}:by_order").version
     (tmp_path / f"{MODULE}.py").write_text(SOURCE + "# changed\n")
     assert Registry([module]).find(f"{module}:by_order").version != version

@@ -48,6 +48,7 @@ def pack_shared(first: Trajectory) -> bytes:
             "media": [[ref.kind, ref.digest] for ref in first.media],
             "prompt": first.prompt,
             "ground_truth": first.ground_truth,
+            "prompt_suffix": first.prompt_suffix,
             "extra": first.extra,
         }
     )
@@ -91,6 +92,7 @@ def unpack_trajectory(trajectory_id: str, shared: dict[str, Any], own: dict[str,
         # Ledgers of earlier releases lack these.
         prompt=shared.get("prompt", ""),
         ground_truth=shared.get("ground_truth", ""),
+        prompt_suffix=shared.get("prompt_suffix", ""),
         extra=shared.get("extra", {}),
     )
 

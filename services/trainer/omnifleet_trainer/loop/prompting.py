@@ -213,5 +213,6 @@ def _trajectory(
         components=score.components,
         prompt=row.text,
         ground_truth=row.answer,
+        prompt_suffix=prompt.opened,
         extra=_extra(row),
     )
