@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from PIL import Image
 from omnifleet.auth import OPEN, Tokens
 from omnifleet.client.media import MediaClient
 from omnifleet.config.services import MediaConfig
+from omnifleet.types import MediaKind
+from omnifleet_media.address.manifest import MediaObject
+from omnifleet_media.server.retention import now_ms
 from omnifleet_media.server.run import Running, media_service
 
 
@@ -46,3 +49,16 @@ async def served(folder: Path, **settings: Any) -> AsyncIterator[MediaClient]:
         MediaClient.open(service.grpc, deadline_s=20) as client,
     ):
         yield client
+
+
+async def clip_of_pictures(
+    service: Running, seeds: Sequence[int], size: tuple[int, int], secret: str = ""
+) -> MediaObject:
+    """A stored clip whose frame i is `png(seeds[i], size)` at i / 5 seconds, without a decoder of clips."""
+    async with MediaClient.open(service.grpc, secret) as client:
+        refs = [await client.put_image(png(seed, size), "run") for seed in seeds]
+        frames = tuple([(await client.info(ref)).frame_digests[0] for ref in refs])
+    times = tuple(200_000 * i for i in range(len(seeds)))
+    item = MediaObject(MediaKind.VIDEO, frames, *size, times)
+    await service.library.index.write_object(item, None, now_ms())
+    return item

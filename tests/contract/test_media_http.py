@@ -14,20 +14,23 @@ import pytest
 from PIL import Image
 
 from omnifleet.auth import Scope, Tokens
-from tests.contract.media_world import pixels_of, png, running
-from tests.contract.test_media_rpc import clip
+from omnifleet_media.server.run import Running
+from tests.contract.media_world import clip_of_pictures, pixels_of, png, running
 
 TOKENS = Tokens.generate()
 
 
 @pytest.fixture
-async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with running(tmp_path, TOKENS, limits={"source_bytes": 1 << 20}) as service:
-        headers = {"Authorization": f"Bearer {TOKENS.secret(Scope.ENV)}"}
-        async with httpx.AsyncClient(
-            base_url=f"http://{service.http}", headers=headers, timeout=60
-        ) as client:
-            yield client
+async def service(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path, TOKENS, limits={"source_bytes": 1 << 20}) as made:
+        yield made
+
+
+@pytest.fixture
+async def http(service: Running) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {"Authorization": f"Bearer {TOKENS.secret(Scope.ENV)}"}
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", headers=headers, timeout=60) as client:
+        yield client
 
 
 def clear_pixel() -> bytes:
@@ -157,16 +160,24 @@ async def test_previews_are_drawn_to_size_and_not_again(http: httpx.AsyncClient)
         assert (await http.get(f"/v1/media/{digest}/preview.png?side={side}")).status_code == 400
 
 
-async def test_a_contact_sheet_shows_every_frame_of_a_short_clip(http: httpx.AsyncClient) -> None:
-    data = clip(5)
-    stored = (await http.post("/v1/media?kind=video&sampling=uniform@1&num_frames=8", content=data)).json()
-    assert (stored["kind"], len(stored["timestamps_s"])) == ("video", 8)
-    sheet = shown(await http.get(f"/v1/media/{stored['digest']}/sheet.png"))
+async def test_a_contact_sheet_shows_every_frame_of_a_short_clip(
+    service: Running, http: httpx.AsyncClient
+) -> None:
+    item = await clip_of_pictures(service, range(8), (64, 48), TOKENS.secret(Scope.ENV))
+    sheet = shown(await http.get(f"/v1/media/{item.digest}/sheet.png"))
     assert sheet.shape == (4 + 2 * (48 + 16 + 4), 4 + 6 * (64 + 4), 3)  # six columns, two rows
     for i in range(8):
-        cell = sheet[4 + i // 6 * 68 + 10, 4 + i % 6 * 68 + 10]
-        frame = shown(await http.get(f"/v1/media/{stored['digest']}/frames/{i}"))[10, 10]
-        assert (cell == frame).all()
+        x, y = 4 + i % 6 * 68, 4 + i // 6 * 68
+        assert (sheet[y : y + 48, x : x + 64] == pixels_of(png(i, (64, 48)))).all()
+        assert (
+            shown(await http.get(f"/v1/media/{item.digest}/frames/{i}")) == pixels_of(png(i, (64, 48)))
+        ).all()
+
+
+async def test_a_contact_sheet_of_a_long_clip_is_a_choice(service: Running, http: httpx.AsyncClient) -> None:
+    item = await clip_of_pictures(service, [i % 3 for i in range(100)], (400, 200), TOKENS.secret(Scope.ENV))
+    sheet = shown(await http.get(f"/v1/media/{item.digest}/sheet.png"))
+    assert sheet.shape == (4 + 4 * (96 + 16 + 4), 4 + 6 * (192 + 4), 3)  # 24 cells, none wider than 192
 
 
 async def test_payloads_are_counted_at_the_boundary(http: httpx.AsyncClient) -> None:
