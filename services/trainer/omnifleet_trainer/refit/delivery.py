@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Set
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Set
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from omnifleet.client.fleet import WorkerView
 from omnifleet.client.refit import Commit, File, RefitClient
@@ -54,21 +54,45 @@ class Delivery:
 
         Raises what the worker says, or UNAVAILABLE, DEADLINE; one that refused or was fenced needs a complete file.
         """
-        self._at.pop(worker.id, None)
-        self._issue(parcel.version)
+        self.expect(worker.id, parcel.version)
+        with parcel.transfer.in_use(), self.blaming(worker.id):
+            async with RefitClient.open(worker.grpc_address, self._secret) as client:
+                digest = await self._stage(client, worker, parcel)
+                return await self.commit(client, worker.id, digest, turn)
+
+    def expect(self, worker: str, version: WeightVersion) -> None:
+        """A version of ours is on its way; until a commit, nothing is known of what the worker serves."""
+        self._at.pop(worker, None)
+        self._issue(version)
+
+    async def commit(
+        self, client: RefitClient, worker: str, digest: str, turn: asyncio.Lock | None = None
+    ) -> Commit:
+        """Have a worker serve what it staged, in turn. Raises what it says."""
+        async with turn or _no_turn():
+            commit = await client.commit(digest, self._in_flight, deadline_s=self._timeout_s)
+        self._broken.discard(worker)
+        self._at[worker] = (commit.version, time.monotonic())
+        return commit
+
+    @contextmanager
+    def blaming(self, worker: str) -> Iterator[None]:
+        """A worker that refused inside, or was fenced, needs everything next time."""
         try:
-            with parcel.transfer.in_use():
-                async with RefitClient.open(worker.grpc_address, self._secret) as client:
-                    digest = await self._stage(client, worker, parcel)
-                    async with turn or _no_turn():
-                        commit = await client.commit(digest, self._in_flight, deadline_s=self._timeout_s)
+            yield
         except OmnifleetError as error:
             if error.reason in (Reason.FENCED, Reason.REFIT_REJECTED):
-                self._broken.add(worker.id)
+                self._broken.add(worker)
             raise
-        self._broken.discard(worker.id)
-        self._at[worker.id] = (commit.version, time.monotonic())
-        return commit
+
+    def open(self, worker: WorkerView) -> AbstractAsyncContextManager[RefitClient]:
+        """A client of the worker's Refit service."""
+        return RefitClient.open(worker.grpc_address, self._secret)
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of a stage, and of a commit."""
+        return self._timeout_s
 
     def keep(self, living: Set[str]) -> None:
         """Forget workers that are gone."""

@@ -15,6 +15,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omnifleet.client.fleet import FleetClient, FleetView, WorkerView
 from omnifleet.client.refit import Commit
@@ -138,7 +139,8 @@ class RefitSender:
     @property
     def version(self) -> WeightVersion | None:
         """The version published last."""
-        return self._release.version if self._release else None
+        newest = self._newest()
+        return newest.version if newest else None
 
     async def publish(
         self,
@@ -159,23 +161,21 @@ class RefitSender:
         """
         began = time.monotonic()
         version = WeightVersion(self._run, self._lineage, number)
-        if self._release is not None and number < self._release.version.number:
-            raise OmnifleetError(Reason.CONFLICT, f"{version} is behind {self._release.version}")
-        if self._release is None or number > self._release.version.number:
-            release = await self._packed(version, tensors, changed, encoder_changed, executor)
-            if self._release is not None:
-                self._release.retire()
-            self._release, self._base = release, release.base
+        newest = self.version
+        if newest is not None and number < newest.number:
+            raise OmnifleetError(Reason.CONFLICT, f"{version} is behind {newest}")
+        if newest is None or number > newest.number:
+            self._take(await self._packed(version, tensors, changed, encoder_changed, executor))
         packed = time.monotonic()
         self._publishing = True
         try:
-            report = await self._announce_and_send(self._release)
+            report = await self._announce_and_send(self._newest())
         finally:
             self._publishing = False
             self._wake.set()
         return replace(report, seconds=time.monotonic() - began, pack_seconds=packed - began)
 
-    async def _announce_and_send(self, release: Release) -> RefitReport:
+    async def _announce_and_send(self, release: Any) -> RefitReport:
         await self._fleet.announce_version(release.version, pool=self._pool, max_lag=self._max_lag)
         workers = _reachable(await self._fleet.list(self._pool))
         ready = [
@@ -186,7 +186,7 @@ class RefitSender:
             version=release.version,
             seconds=0.0,
             pack_seconds=0.0,
-            bytes=(release.delta or release.base).size,
+            bytes=self._size(release),
             gate_seconds=max((commit.gate_seconds for commit in commits.values()), default=0.0),
             in_flight=sum(commit.in_flight for commit in commits.values()),
             ok=tuple(sorted(commits)),
@@ -201,14 +201,14 @@ class RefitSender:
         changed: set[str],
         encoder_changed: bool,
         executor: Executor | None,
-    ) -> Release:
+    ) -> Any:
         future = asyncio.get_running_loop().run_in_executor(
             executor, lambda: self._pack(version, tensors, changed, encoder_changed)
         )
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            future.add_done_callback(_discard)
+            future.add_done_callback(self._discard)
             raise
 
     def _pack(
@@ -217,15 +217,39 @@ class RefitSender:
         tensors: Iterator[tuple[str, Tensor]],
         changed: set[str],
         encoder_changed: bool,
-    ) -> Release:
+    ) -> Any:
         if self._base is None:
             return first_release(version, tensors, self._shm_dir, self._bucket_bytes)
         return next_release(
             version, self._base, tensors, changed, encoder_changed, self._shm_dir, self._bucket_bytes
         )
 
+    # What stands for a version is a `Release` here and another thing where weights do not travel in files: `Any`.
+
+    def _newest(self) -> Any:
+        """What stands for the version published last."""
+        return self._release
+
+    def _take(self, release: Any) -> None:
+        """A version was packed: it is the newest now."""
+        if self._release is not None:
+            self._release.retire()
+        self._release, self._base = release, release.base
+
+    def _drop(self, release: Any) -> None:
+        """A version was packed for a publish that is gone. A base is not kept, so the next publish makes one."""
+        (release.delta or release.base).retire()
+
+    def _size(self, release: Any) -> int:
+        """Bytes that a worker at an earlier version was sent."""
+        return int((release.delta or release.base).size)
+
+    def _discard(self, future: asyncio.Future[Any]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._drop(future.result())
+
     async def _send_all(
-        self, release: Release, workers: list[WorkerView]
+        self, release: Any, workers: list[WorkerView]
     ) -> tuple[dict[str, Commit], dict[str, str]]:
         """Stage on all in parallel, then commit what is staged; (id -> commit, id -> why not)."""
         turn = asyncio.Lock()
@@ -244,7 +268,7 @@ class RefitSender:
                 raise result
         return commits, failed
 
-    def _takes(self, worker: WorkerView, release: Release) -> bool:
+    def _takes(self, worker: WorkerView, release: Any) -> bool:
         """True if a publish may send to this worker: it holds a version of ours, or needs none."""
         return release.delta is None or self._delivery.serves(worker) is not None
 
@@ -274,7 +298,7 @@ class RefitSender:
             await self._cancel_catch_ups()
 
     async def _look(self, view: FleetView) -> None:
-        release = self._release
+        release = self._newest()
         if release is None:
             return
         target = view.target_version
@@ -296,7 +320,7 @@ class RefitSender:
     def _caught_up(self, worker: str, _: asyncio.Task[None]) -> None:
         self._behind.pop(worker, None)
 
-    def _is_behind(self, worker: WorkerView, release: Release) -> bool:
+    def _is_behind(self, worker: WorkerView, release: Any) -> bool:
         serves = self._delivery.serves(worker)
         return serves is None or serves.number < release.version.number
 
@@ -304,7 +328,7 @@ class RefitSender:
         """Send the current version until the worker has it; the next snapshot tells if the worker is gone."""
         pause = _FIRST_PAUSE_S
         for _ in range(_ATTEMPTS):
-            release = self._release
+            release = self._newest()
             if release is None:
                 return
             try:
@@ -316,7 +340,7 @@ class RefitSender:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    async def _bring(self, worker: WorkerView, release: Release) -> WeightVersion:
+    async def _bring(self, worker: WorkerView, release: Any) -> WeightVersion:
         """Ask the worker what it serves: a reply that was lost may have left it whole. Then send what it lacks."""
         serves = await self._delivery.ask(worker)
         if serves is not None:
@@ -351,10 +375,3 @@ class RefitSender:
 
 def _reachable(view: FleetView) -> list[WorkerView]:
     return [worker for worker in view.workers if worker.state not in _DEAF]
-
-
-def _discard(future: asyncio.Future[Release]) -> None:
-    """A publish that was cancelled while it packed: its files go. A base is not kept, so the next publish makes one."""
-    if not future.cancelled() and future.exception() is None:
-        release = future.result()
-        (release.delta or release.base).retire()

@@ -80,13 +80,13 @@ class Snapshot:
         parent: WeightVersion | None,
         held: Mapping[str, str] | None,
         encoder_changed: bool,
+        also: Collection[int] = (),
     ) -> Shipment:
-        """For workers at `parent`, whose digests are `held`; None: everything. At least one bucket is sent."""
-        needed = {
-            place.bucket
-            for name, place in self.places.items()
-            if held is None or not self._verified or held.get(name) != self.digests[name]
-        }
+        """For workers at `parent`, whose digests are `held`; None: everything. At least one bucket is sent.
+
+        also: buckets that go along because others need them.
+        """
+        needed = {*self.needed(held), *also}
         chosen = tuple(sorted(needed)) or (min(range(len(self.buckets)), key=lambda i: len(self.buckets[i])),)
         numbers = {bucket: number for number, bucket in enumerate(chosen)}
         manifest = refit_pb2.Manifest(
@@ -100,6 +100,14 @@ class Snapshot:
         digest = manifest_digest(manifest)
         size = sum(len(self.buckets[bucket]) for bucket in chosen)
         return Shipment(manifest, replace(version, manifest_digest=digest), chosen, size)
+
+    def needed(self, held: Mapping[str, str] | None) -> set[int]:
+        """Buckets in which a tensor differs from what a worker holds."""
+        return {
+            place.bucket
+            for name, place in self.places.items()
+            if held is None or not self._verified or held.get(name) != self.digests[name]
+        }
 
     def _lay_out(self, tensors: Mapping[str, torch.Tensor], trains: set[str]) -> None:
         sizes: list[int] = []

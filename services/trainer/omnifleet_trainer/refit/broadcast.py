@@ -1,0 +1,235 @@
+"""The sender of transports `nccl` and `cuda_ipc`: one snapshot on the device, sent to all workers at once or one by one.
+
+What a version changed is known by digest, so a worker gets the buckets that differ from the version it holds, and a
+newcomer gets all; both come from the same snapshot. The snapshot holds one version: packing the next one waits for
+catch-ups that run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from omnifleet.client.fleet import FleetClient, WorkerView
+from omnifleet.client.refit import Commit, RefitClient
+from omnifleet.errors import OmnifleetError
+from omnifleet.types import WeightVersion
+from omnifleet_trainer.policy.port import Tensor
+from omnifleet_trainer.refit.courier import Courier, Order, Outcome
+from omnifleet_trainer.refit.group import Meeting
+from omnifleet_trainer.refit.handles import handles
+from omnifleet_trainer.refit.sender import RefitReport, RefitSender
+from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Shipment, Snapshot
+
+log = logging.getLogger("omnifleet.trainer.refit")
+_REMEMBERED = 16
+"""Versions whose digests are kept; a worker further behind gets everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """The version in the snapshot, where a `Release` stands for transfer files. bytes: of the last joint send."""
+
+    version: WeightVersion
+    encoder_changed: bool
+    sent: list[int] = field(default_factory=list)
+
+
+class BroadcastSender(RefitSender):
+    """See `RefitSender`. transport: nccl (a group over GPUs, or gloo on a CPU) or cuda_ipc (workers on our own GPU)."""
+
+    def __init__(
+        self,
+        fleet: FleetClient,
+        secret: str,
+        *,
+        device: torch.device,
+        transport: str = "nccl",
+        host: str = "",
+        device_bucket_bytes: int = BUCKET_BYTES,
+        **settings: Any,
+    ) -> None:
+        """host: our address as workers reach it; default: that of this host's name."""
+        super().__init__(fleet, secret, **settings)
+        self._snapshot = Snapshot(device, device_bucket_bytes)
+        self._transport = transport
+        self._meeting = Meeting(host or _own_address()) if transport == "nccl" else None
+        self._couriers: dict[str, Courier] = {}
+        self._digests: dict[int, Mapping[str, str]] = {}
+        self._using = asyncio.Lock()
+        self._current: OnDevice | None = None
+
+    @staticmethod
+    @asynccontextmanager
+    async def connect(fleet_address: str, secret: str, **settings: Any) -> AsyncIterator[BroadcastSender]:
+        """Connect to the fleet registry with a token of scope trainer."""
+        async with FleetClient.open(fleet_address, secret) as fleet:
+            sender = BroadcastSender(fleet, secret, **settings)
+            try:
+                yield sender
+            finally:
+                await sender.close()
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The version published last."""
+        return self._current.version if self._current else None
+
+    async def publish(self, *args: Any, **kwargs: Any) -> RefitReport:
+        """See `RefitSender.publish`. Waits for catch-ups that still read the version before."""
+        async with self._using:
+            return await super().publish(*args, **kwargs)
+
+    def _newest(self) -> OnDevice | None:
+        return self._current
+
+    def _pack(
+        self,
+        version: WeightVersion,
+        tensors: Iterator[tuple[str, Tensor]],
+        changed: set[str],
+        encoder_changed: bool,
+    ) -> OnDevice:
+        self._snapshot.pack(tensors, changed)
+        return OnDevice(version, encoder_changed)
+
+    def _take(self, release: Any) -> None:
+        self._current = release
+        self._digests[release.version.number] = dict(self._snapshot.digests)
+        while len(self._digests) > _REMEMBERED:
+            del self._digests[next(iter(self._digests))]
+
+    def _drop(self, release: Any) -> None:
+        """A publish that was cancelled while it packed: the snapshot is the next publish's."""
+
+    def _takes(self, worker: WorkerView, release: Any) -> bool:
+        return True
+
+    def _size(self, release: Any) -> int:
+        return release.sent[-1] if release.sent else 0
+
+    async def _send_all(
+        self, release: Any, workers: list[WorkerView]
+    ) -> tuple[dict[str, Commit], dict[str, str]]:
+        """Stage on all in one broadcast, then commit what is staged."""
+        commits: dict[str, Commit] = {}
+        failed: dict[str, str] = {}
+        turn = asyncio.Lock() if self._rolling else None
+        async with AsyncExitStack() as stack:
+            clients = {w.id: await stack.enter_async_context(self._delivery.open(w)) for w in workers}
+            for worker in workers:
+                await stack.enter_async_context(self._delivery.turn(worker.id))
+            outcomes = await self._stage(release, workers, clients, "all")
+
+            async def commit(worker: str) -> None:
+                try:
+                    with self._delivery.blaming(worker):
+                        outcome = outcomes[worker]
+                        if isinstance(outcome, OmnifleetError):
+                            raise outcome
+                        commits[worker] = await self._delivery.commit(clients[worker], worker, outcome, turn)
+                except OmnifleetError as error:
+                    failed[worker] = str(error)
+                    log.warning("refit of %s to %s failed: %s", worker, release.version, error)
+
+            await asyncio.gather(*(commit(worker.id) for worker in workers))
+        return commits, failed
+
+    async def _bring(self, worker: WorkerView, release: Any) -> WeightVersion:
+        """Bring one worker to the newest version, alone; see `RefitSender`."""
+        async with self._using:
+            release = self._current or release
+            serves = await self._delivery.ask(worker)
+            if serves is not None and serves.number == release.version.number:
+                return serves
+            async with self._delivery.open(worker) as client:
+                with self._delivery.blaming(worker.id):
+                    outcome = (await self._stage(release, [worker], {worker.id: client}, worker.id))[
+                        worker.id
+                    ]
+                    if isinstance(outcome, OmnifleetError):
+                        raise outcome
+                    return (await self._delivery.commit(client, worker.id, outcome)).version
+
+    async def _stage(
+        self,
+        release: OnDevice,
+        workers: list[WorkerView],
+        clients: Mapping[str, RefitClient],
+        courier: str,
+    ) -> dict[str, Outcome]:
+        parents = {worker.id: self._parent(worker) for worker in workers}
+        held = {id: self._digests[parent.number] if parent else None for id, parent in parents.items()}
+        together = (
+            set().union(*(self._snapshot.needed(digests) for digests in held.values())) if held else set()
+        )
+        orders: dict[str, Order] = {}
+        outcomes: dict[str, Outcome] = {}
+        for worker in workers:
+            parent = parents[worker.id]
+            shipment = self._snapshot.shipment(
+                release.version, parent, held[worker.id], release.encoder_changed, together
+            )
+            self._delivery.expect(worker.id, shipment.version)
+            try:
+                view = await clients[worker.id].describe(deadline_s=self._delivery.timeout_s)
+                orders[worker.id] = Order(clients[worker.id], shipment, view.ranks)
+            except OmnifleetError as error:
+                outcomes[worker.id] = error
+        if not orders:
+            return outcomes
+        shipment = next(iter(orders.values())).shipment
+        release.sent.append(shipment.bytes)
+        return outcomes | await self._move(orders, shipment, courier)
+
+    async def _move(
+        self, orders: Mapping[str, Order], shipment: Shipment, courier: str
+    ) -> dict[str, Outcome]:
+        buckets = [self._snapshot.buckets[i] for i in shipment.buckets]
+        timeout_s = self._delivery.timeout_s
+        if self._meeting is not None:
+            one = self._couriers.setdefault(courier, Courier(self._meeting, self._snapshot.device))
+            try:
+                return await one.stage(orders, buckets, timeout_s)
+            finally:
+                if courier != "all":
+                    self._couriers.pop(courier).close()
+        source = await asyncio.to_thread(handles, buckets, self._snapshot.device)
+
+        async def stage(order: Order) -> Outcome:
+            try:
+                return await order.client.stage(order.shipment.manifest, source, deadline_s=timeout_s)
+            except OmnifleetError as error:
+                return error
+
+        results = await asyncio.gather(*(stage(order) for order in orders.values()))
+        return dict(zip(orders, results, strict=True))
+
+    def _parent(self, worker: WorkerView) -> WeightVersion | None:
+        """The version of ours that a worker holds, if we still know its digests."""
+        serves = self._delivery.serves(worker)
+        return serves if serves is not None and serves.number in self._digests else None
+
+    async def close(self) -> None:
+        """Stop catch-ups and leave all groups. Idempotent."""
+        try:
+            await self._cancel_catch_ups()
+        finally:
+            for courier in self._couriers.values():
+                courier.close()
+            self._couriers.clear()
+
+
+def _own_address() -> str:
+    """This host's address by its own name; the loopback if it has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
