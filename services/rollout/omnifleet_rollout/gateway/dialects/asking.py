@@ -51,9 +51,9 @@ def ask(gateway: Gateway, http: Request, request: CommonFields) -> Ask:
 
 
 async def events(
-    gateway: Gateway, asked: Ask, request_id: str, prompt: Rendered, *, with_ids: bool
+    gateway: Gateway, asked: Ask, request_id: str, prompt: Rendered, *, with_ids: bool, stream: bool
 ) -> AsyncGenerator[Event, None]:
-    """Events of all samples. with_ids: the echo carries the expanded prompt."""
+    """Events of all samples. with_ids: the echo carries the expanded prompt. stream: tokens as they come, else at the end."""
     request = rollout_pb2.GenerateRequest(
         request_id=request_id,
         identity=identity_to_wire(asked.who),
@@ -63,6 +63,7 @@ async def events(
         weight_version=bound_to_wire(asked.bound),
         priority=asked.priority,
         return_prompt_token_ids=with_ids,
+        whole_samples=not stream,
     )
     async with aclosing(gateway.generate(request, asked.timeout_s)) as messages:
         async for message in messages:

@@ -231,7 +231,9 @@ async def _answer(gateway: Gateway, http: Request, request: ChatRequest) -> Resp
         template_kwargs=prompt.template_kwargs,
     )
     chat = Chat(gateway, request, reply, turn)
-    events = events_of(gateway, asked, reply.id, turn.rendered, with_ids=reply.with_ids)
+    events = events_of(
+        gateway, asked, reply.id, turn.rendered, with_ids=reply.with_ids, stream=bool(request.stream)
+    )
     if request.stream:
         return await streamed(events, chat.take, chat.end)
     return await whole(events, chat.fold, chat.whole)

@@ -151,7 +151,14 @@ async def _answer(gateway: Gateway, http: Request, request: CompletionRequest) -
     replies = [Reply("cmpl", request, asked.sampling, renderer, asked.model) for _ in prompts]
     completion = Completion(request, replies)
     streams = [
-        events_of(gateway, _own(asked, i), reply.id, Rendered(ids, (), ""), with_ids=reply.with_ids)
+        events_of(
+            gateway,
+            _own(asked, i),
+            reply.id,
+            Rendered(ids, (), ""),
+            with_ids=reply.with_ids,
+            stream=bool(request.stream),
+        )
         for i, (ids, reply) in enumerate(zip(prompts, replies, strict=True))
     ]
     events = merged(streams)

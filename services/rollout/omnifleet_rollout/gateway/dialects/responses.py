@@ -292,7 +292,9 @@ async def _answer(gateway: Gateway, http: Request, request: ResponsesRequest) ->
         template_kwargs=prompt.template_kwargs,
     )
     answer = Responses(gateway, request, reply, turn)
-    events = events_of(gateway, asked, reply.id, turn.rendered, with_ids=reply.with_ids)
+    events = events_of(
+        gateway, asked, reply.id, turn.rendered, with_ids=reply.with_ids, stream=bool(request.stream)
+    )
     if request.stream:
         return await streamed(events, answer.take, answer.end, named=True)
     return await whole(events, answer.fold, answer.whole)
