@@ -50,61 +50,72 @@ ENGINE = {
 # ---------------------------------------------------------------- weights and their reference
 
 
-def random_weights(table: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def random_weights(table: Mapping[str, Any], seed: int, scale: float = 1.0) -> dict[str, Any]:
     """Fresh weights in the shapes of `table`, wide enough that logits differ visibly."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(t.shape, generator=generator) * (0.15 if "visual" in name else 0.2)
+        name: torch.randn(t.shape, generator=generator) * scale * (0.15 if "visual" in name else 0.2)
         if t.ndim > 1
         else t
         for name, t in table.items()
     }
 
 
-def make_checkpoint(out: Path, *, tied: bool) -> dict[str, Any]:
+def make_checkpoint(out: Path, *, tied: bool, scale: float = 1.0) -> dict[str, Any]:
     """A tiny Qwen2-VL with wide random weights; returns them."""
     from safetensors.torch import load_file, save_file
 
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 
     write_checkpoint(out, seed=0, tie_embeddings=tied)
-    weights = random_weights(load_file(out / "model.safetensors"), seed=1)
+    weights = random_weights(load_file(out / "model.safetensors"), seed=1, scale=scale)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return weights
 
 
-def hf_logprobs(
-    model: Path,
-    weights: Mapping[str, Any],
-    prompt: Sequence[int],
-    reply: Sequence[int],
-    media: Sequence[Mapping[str, Any]] = (),
-    temperature: float = 1.0,
-) -> list[float]:
-    """Logprobs of `reply` after the expanded `prompt` by transformers, the reference."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import Qwen2VLForConditionalGeneration
+class Scorer:
+    """transformers in float32, the reference: scores tokens under any weights of `model`'s shapes."""
 
-    folder = model.parent / f"hf-{model.name}"
-    folder.mkdir(exist_ok=True)
-    for file in model.glob("*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    hf = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    tensors = {
-        name: torch.cat([torch.from_numpy(np.array(m[name])) for m in media if name in m])
-        for name in {name for m in media for name in m}
-    }
-    # The last token is never fed: it may be a placeholder that ended the reply, and has no features.
-    ids = torch.tensor([[*prompt, *reply[:-1]]])
-    types = (ids == image_token_id(model)).int() + 2 * (ids == video_token_id(model)).int()
-    with torch.no_grad():
-        logits = hf(input_ids=ids, mm_token_type_ids=types, **tensors).logits[0]
-    rows = torch.log_softmax(logits[len(prompt) - 1 :] / temperature, dim=-1)
-    return [float(row[token]) for row, token in zip(rows, reply, strict=True)]
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._hf: Any = None
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """Hold these weights from now on."""
+        import torch
+        from safetensors.torch import save_file
+        from transformers import Qwen2VLForConditionalGeneration
+
+        folder = self._folder / f"hf-{self._model.name}"
+        folder.mkdir(exist_ok=True)
+        for file in self._model.glob("*.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+        self._hf = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logprobs(
+        self,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        media: Sequence[Mapping[str, Any]] = (),
+        temperature: float = 1.0,
+    ) -> list[float]:
+        """Logprobs of `reply` after the expanded `prompt`."""
+        import torch
+
+        tensors = {
+            name: torch.cat([torch.from_numpy(np.array(m[name])) for m in media if name in m])
+            for name in {name for m in media for name in m}
+        }
+        # The last token is never fed: it may be a placeholder that ended the reply, and has no features.
+        ids = torch.tensor([[*prompt, *reply[:-1]]])
+        types = (ids == image_token_id(self._model)).int() + 2 * (ids == video_token_id(self._model)).int()
+        with torch.no_grad():
+            logits = self._hf(input_ids=ids, mm_token_type_ids=types, **tensors).logits[0]
+        rows = torch.log_softmax(logits[len(prompt) - 1 :] / temperature, dim=-1)
+        return [float(row[token]) for row, token in zip(rows, reply, strict=True)]
 
 
 def write_transfer(
@@ -157,6 +168,7 @@ class Live:
     weights: dict[str, Any]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     number: int = 0
+    patience_s: float = 120.0
 
     def start(self, module: str, *options: str, name: str) -> str:
         """Start `module`'s serve command; its gRPC address once it is ready."""
@@ -168,7 +180,7 @@ class Live:
                 stdout=out,
             )
         self.processes.append(process)
-        end = time.monotonic() + 120
+        end = time.monotonic() + self.patience_s
         while time.monotonic() < end and process.poll() is None:
             record = read_records(self.run_dir).get(name)
             if record is not None:
@@ -298,15 +310,19 @@ class Clients:
         reply = await self.generate(media, max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
         tensors = [await self.tensors(ref) for ref in media]
         sample = reply.samples[0]
-        expected = hf_logprobs(
-            self.live.model, self.live.weights, reply.prompt_token_ids, sample.token_ids, tensors, temperature
-        )
+        scorer = Scorer(self.live.model, self.live.model.parent)
+        scorer.load(self.live.weights)
+        expected = scorer.logprobs(reply.prompt_token_ids, sample.token_ids, tensors, temperature)
         assert np.abs(np.array(expected) - np.array(sample.logprobs)).max() < TOLERANCE
 
 
-def start_live(folder: Path, *, tied: bool, **engine: Any) -> Live:
+def start_live(
+    folder: Path, *, tied: bool, scale: float = 1.0, patience_s: float = 120.0, **engine: Any
+) -> Live:
+    """A media service and a worker. engine: settings beside ENGINE. patience_s: how long each may take to come up."""
     model = folder / "model"
-    live = Live(folder / "run", model, make_checkpoint(model, tied=tied))
+    live = Live(folder / "run", model, make_checkpoint(model, tied=tied, scale=scale))
+    live.patience_s = patience_s
     live.run_dir.mkdir()
     (live.run_dir / "recipe.yaml").write_text(yaml.safe_dump({"rollout": {"engine": {**ENGINE, **engine}}}))
     try:

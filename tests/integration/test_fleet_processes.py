@@ -38,7 +38,7 @@ class Run:
         self.processes[name] = process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", command, "serve", "--run-dir", str(self.path), *options
         )
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(120):
             while True:
                 record = read_records(self.path).get(name)
                 if record is not None and record.pid == process.pid:
