@@ -13,7 +13,8 @@ import pytest
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
-from omnifleet_media.address.contract import still
+from omnifleet_media.address.contract import clip, still
+from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index.port import Kind
 from omnifleet_media.server.flights import Flights
 from omnifleet_media.server.library import Library
@@ -98,7 +99,8 @@ _HANG = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from omnifleet_media.address.contract import still
+from omnifleet_media.address.contract import clip, still
+from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.server.flights import Flights
 from tests.chaos.media_light import InstantDecoder, light_library, source_of
 
@@ -165,8 +167,32 @@ async def test_one_service_evicts_nothing_that_the_other_leased(tmp_path: Path, 
         await everything_is_whole(one)
 
 
+async def test_an_evictor_waits_for_a_writer_that_relies_on_a_shared_frame(
+    tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two(tmp_path, index) as (one, other):
+        await one.put(source_of(1, 2), clip("uniform@1", 0, 0.0, 1), durable=False)
+        written, go_on = asyncio.Event(), asyncio.Event()
+        real = one.index.write_object
+
+        async def late(item: MediaObject, alias: Digest | None, used_ms: int) -> None:
+            written.set()
+            await go_on.wait()
+            await real(item, alias, used_ms)
+
+        monkeypatch.setattr(one.index, "write_object", late)
+        writing = asyncio.create_task(put(one, 1))  # the frame is there: it is not written again
+        await written.wait()
+        evicting = asyncio.create_task(other.retention.collect(0, dry_run=False))
+        assert not (await asyncio.wait((evicting,), timeout=0.3))[0]
+        go_on.set()
+        await writing
+        await evicting  # it may take the picture too, but as a whole
+        await everything_is_whole(one)
+
+
 async def test_writers_and_evictors_of_two_services_never_break_a_promise(tmp_path: Path, index: str) -> None:
-    """Both store and evict clips that share frames: an object that the index knows always has its bytes."""
+    """Both store and evict what shares frames: an object that the index knows always has its bytes."""
     async with two(tmp_path, index) as (one, other):
 
         async def store(library: Library, base: int) -> None:
