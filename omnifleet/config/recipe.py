@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from omnifleet.config.base import StrictModel
+from omnifleet.config.metrics import MetricsConfig
 from omnifleet.config.objective import ObjectiveConfig as ObjectiveConfig
 from omnifleet.config.services import GatewayConfig, MediaConfig, RewardConfig, RolloutConfig
 from omnifleet.types import LogprobsMode
@@ -148,6 +149,9 @@ class TrainerConfig(StrictModel):
     """Steps between refits."""
     refit_timeout_s: float = Field(60.0, gt=0)
     """Deadline of each phase of a refit, for each worker."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Dense peak of the policy's devices in its dtype, 10^12 operations a second (one H200, bfloat16: 989); absent = no
+    `mfu` metric."""
     checkpoint_every: int = Field(10, ge=1)
     """Steps between checkpoints."""
     checkpoints_kept: int = Field(2, ge=1)
@@ -220,6 +224,7 @@ class Recipe(StrictModel):
     sampling: SamplingConfig = SamplingConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
     gateway: GatewayConfig = GatewayConfig()

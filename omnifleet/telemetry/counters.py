@@ -31,6 +31,10 @@ class Counters(Collector):
         """Show another collector's families in the same exposition."""
         self._registry.register(collector)
 
+    def include(self, collector: Collector) -> None:
+        """Let Prometheus also scrape what `collector` gives; Status and heartbeats do not see it."""
+        self._registry.register(collector)
+
     def count(self, name: str) -> float:
         """Value of a counter, 0 if it never grew."""
         return self._counts.get(name, 0.0)

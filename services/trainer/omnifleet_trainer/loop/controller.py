@@ -23,7 +23,7 @@ from omnifleet_trainer.loop.batches import Batches
 from omnifleet_trainer.loop.buffer import ReadyBuffer
 from omnifleet_trainer.loop.failures import first_of
 from omnifleet_trainer.loop.journal import Journal, StepRecord, now_ms
-from omnifleet_trainer.loop.metrics import sample_metrics, with_aliases
+from omnifleet_trainer.loop.metrics import sample_metrics, time_metrics, with_aliases
 from omnifleet_trainer.loop.prompts import Prompts
 from omnifleet_trainer.loop.rollouts import Rollouts
 from omnifleet_trainer.loop.stopwatch import Stopwatch
@@ -157,6 +157,7 @@ class Controller:
             if step % self._trainer.refit_every == 0:
                 metrics |= await self._publish()
         metrics |= watch.metrics()
+        metrics |= time_metrics(metrics)
         metrics["tokens_per_s"] = metrics["response_tokens"] / metrics["step_s"]
         if self._evaluation_is_due(step):
             metrics |= await self._evaluate()

@@ -25,12 +25,15 @@ from omnifleet_trainer.batch.collate import MicroBatch, collate
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import automodel as compat
 from omnifleet_trainer.objectives.logprobs import token_logprobs
+from omnifleet_trainer.policy.flops import FlopsModel, mfu
 from omnifleet_trainer.policy.folder import read_folder, write_folder
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_names
 from omnifleet_trainer.policy.optimizer import Optimizer
-from omnifleet_trainer.policy.step import response_logprobs, train_step
+from omnifleet_trainer.policy.step import needs_prev_pass, response_logprobs, train_step
 from omnifleet_trainer.policy.vision import Vision, media_contract
+
+_ENCODER = ("model.visual.", "visual.")
 
 
 class AutoModelPolicy:
@@ -93,6 +96,7 @@ class AutoModelPolicy:
             frozen=not self.encoder_trains,
             cache_bytes=feature_cache_bytes,
         )
+        self._flops = FlopsModel.of(self._model, _ENCODER)
         # The reference policy of the KL term: the weights that the run began with, whatever is loaded later.
         needs_reference = objective.kl_coefficient > 0
         self._reference = (
@@ -130,6 +134,7 @@ class AutoModelPolicy:
         size = self._trainer.batch_samples or max(len(rows), 1)
         updates = [self._collate(batch, rows[start : start + size]) for start in range(0, len(rows), size)]
         before = (self._vision.references, self._vision.encoded, self._vision.cached)
+        patches_before = self._vision.patches
         metrics = train_step(
             batch,
             updates,
@@ -146,7 +151,15 @@ class AutoModelPolicy:
         after = (self._vision.references, self._vision.encoded, self._vision.cached)
         for name, new, old in zip(("references", "encoded", "cached"), after, before, strict=True):
             metrics[f"media_{name}"] = float(new - old)
-        return metrics | {"train_seconds": time.monotonic() - began}
+        seconds = time.monotonic() - began
+        if self._trainer.peak_tflops is not None:
+            passes = needs_prev_pass(self._objective, len(updates)) + (self._reference is not None)
+            patches = self._vision.patches - patches_before
+            flops = self._flops.of_step(
+                batch, passes=passes, patches=patches, tower_trains=self.encoder_trains
+            )
+            metrics["mfu"] = mfu(flops, seconds, self._trainer.peak_tflops)
+        return metrics | {"train_seconds": seconds}
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """See `Policy`; the dtype is `trainer.dtype`."""
@@ -285,7 +298,7 @@ class AutoModelPolicy:
 
 
 def _is_encoder(name: str) -> bool:
-    return name.startswith(("model.visual.", "visual."))
+    return name.startswith(_ENCODER)
 
 
 def _start_group() -> bool:

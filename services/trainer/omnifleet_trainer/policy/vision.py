@@ -71,12 +71,13 @@ class Vision:
 
     cache_bytes: bound of cached features; used only while `frozen` (no weight of the tower trains).
     references, encoded, cached: pictures referred to, run through the tower, and taken from the cache.
+    patches: rows of pixels that were run through the tower.
     """
 
     def __init__(self, model: Any, contract: MediaContract | None, *, frozen: bool, cache_bytes: int) -> None:
         self._model, self.contract, self.frozen = model, contract, frozen
         self._cache = FeatureCache(cache_bytes if frozen else 0)
-        self.references = self.encoded = self.cached = 0
+        self.references = self.encoded = self.cached = self.patches = 0
 
     def arguments(self, micro: MicroBatch, segments: Mapping[Digest, Segment]) -> dict[str, Any]:
         """Keyword arguments of the model's forward for a micro-batch that is on the model's device."""
@@ -111,6 +112,7 @@ class Vision:
         missing = [key for key in distinct if found[key] is None]
         self.references += len(media)
         self.encoded += len(missing)
+        self.patches += sum(len(segments[key]["pixel_values"]) for key in missing)
         self.cached += len(distinct) - len(missing)
         ready = {key: features for key, features in found.items() if features is not None}
         if not missing:

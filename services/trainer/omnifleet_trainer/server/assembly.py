@@ -32,10 +32,13 @@ from omnifleet_trainer.loop.samplers import SAMPLERS
 from omnifleet_trainer.loop.signal import SignalFilter
 from omnifleet_trainer.loop.start import Start
 from omnifleet_trainer.loop.weights import Weights
+from omnifleet_trainer.objectives.rewards import reachable
 from omnifleet_trainer.refit.sender import RefitSender
 from omnifleet_trainer.rendering import Renderer, load_template
 from omnifleet_trainer.server.checkpoints import Checkpoints
 from omnifleet_trainer.server.refits import FleetRefits
+from omnifleet_trainer.sinks.build import open_sinks
+from omnifleet_trainer.sinks.feeding import feeding
 
 if TYPE_CHECKING:
     from omnifleet_trainer.data import PromptRow
@@ -176,6 +179,16 @@ async def assembled(
             **_dynamic_sampling(recipe),
         )
         journal = Journal(run_dir, step=start.step)
+        sinks = await asyncio.to_thread(open_sinks, recipe, run_dir, counters)
+        await stack.enter_async_context(
+            feeding(
+                journal,
+                sinks,
+                after=start.step or -1,
+                pictures=run_dir / "mismatch",
+                counters=counters,
+            )
+        )
         checkpoints = Checkpoints(recipe, run_dir / "checkpoints", ledger, weights, journal.latest)
         stack.push_async_callback(checkpoints.close)
         parts = Parts(
@@ -198,7 +211,8 @@ async def assembled(
         counters.gauge("step", lambda: float(weights.step))
         counters.gauge("groups_running", lambda: float(admission.running))
         counters.gauge("groups_waiting", lambda: float(admission.ready))
-        yield Run(Controller(parts, trainer, recipe.evaluation), journal, weights.policy.describe())
+        facts = weights.policy.describe() | await _reachable(recipe, reward, template.opened())
+        yield Run(Controller(parts, trainer, recipe.evaluation), journal, facts)
 
 
 class MediaCounters:
@@ -235,6 +249,18 @@ async def _open_weights(recipe: Recipe, model: Path, run_dir: Path, start: Start
             weights.close()
             raise
     return weights
+
+
+async def _reachable(recipe: Recipe, reward: RewardClient, opened: str) -> dict[str, str]:
+    """The largest reward that the recipe's scorers and objective can give; says so where that is not known."""
+    try:
+        found = await reward.reachable_maximum(recipe.reward, prompt_suffix=opened)
+    except OmnifleetError as error:
+        log.warning("the reachable maximum of the reward is not known: %s", error)
+        return {}
+    largest = reachable(found.maximum, recipe.objective)
+    log.info("the reward reaches at most %.4g (e.g. %r)", largest, found.example)
+    return {"reward_reachable": f"{largest:.4g}"}
 
 
 def _load_data(recipe: Recipe) -> tuple[Sequence[PromptRow], Sequence[PromptRow]]:
