@@ -117,6 +117,23 @@ async def test_readers_can_not_change_what_they_map(service: Running) -> None:
         pixels[0, 0, 0] = 1
 
 
+async def test_mapped_bytes_are_compared_with_their_digest_on_request(service: Running) -> None:
+    async with (
+        MediaClient.open(service.grpc, deadline_s=5, cache_bytes=0) as trusting,
+        MediaClient.open(service.grpc, deadline_s=5, cache_bytes=0, verify_mapped=True) as careful,
+    ):
+        ref = await trusting.put_image(png(0, SIZE), "run")
+        for client in (trusting, careful):
+            assert (await client.frame(ref) == pixels_of(png(0, SIZE))).all()
+        path = service.library.store.shared.root / "frame" / (await trusting.info(ref)).frame_digests[0]
+        path.chmod(0o600)
+        path.write_bytes(bytes(BYTES))  # by the service's own user, past its read-only mode
+        assert not (await trusting.frame(ref)).any()
+        with pytest.raises(OmnifleetError) as caught:
+            await careful.frame(ref)
+        assert caught.value.reason is Reason.CORRUPT
+
+
 async def test_all_frames_of_a_clip_in_order(service: Running) -> None:
     seeds = [3, 1, 2, 1, 0]
     item = await clip_of_pictures(service, seeds, SIZE)

@@ -29,7 +29,7 @@ class SyncMediaClient:
     """
 
     def __init__(self, address: str, secret: str = "", **options: Any) -> None:
-        """options: those of `MediaClient.open` (name, deadline_s, cache_bytes, same_host)."""
+        """options: those of `MediaClient.open` (name, deadline_s, cache_bytes, same_host, verify_mapped)."""
         self._address, self._secret, self._options = address, secret, options
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="media-client", daemon=True)

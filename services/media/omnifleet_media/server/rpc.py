@@ -129,12 +129,13 @@ class MediaRpc(MediaServicer):
     async def _has(self, part: int, digest: Digest) -> bool:
         kind = _KINDS.get(part)  # type: ignore[call-overload]
         if kind is not None:
-            return self._library.has(await find_blob(self._library.index, kind, digest))
+            blob = await find_blob(self._library.index, kind, digest)
+            return blob is not None and await self._library.holds([blob])
         item = await self._library.index.read_object(digest)
         if item is None:
             return False
         frames = [frame_blob(frame, item.height, item.width) for frame in item.frames]
-        return all(self._library.has(blob) for blob in (manifest_blob(digest), *frames))
+        return await self._library.holds([manifest_blob(digest), *frames])
 
     async def Stat(self, request: media_pb2.StatRequest, context: Any) -> media_pb2.StatReply:
         digest = checked(request.digest)
