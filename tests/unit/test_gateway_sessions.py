@@ -17,14 +17,14 @@ from omnifleet_rollout.gateway.parsing import verbatim
 from omnifleet_rollout.gateway.parts import Plain
 from omnifleet_rollout.gateway.session_key import SessionKeys, merged
 from omnifleet_rollout.gateway.sessions import Sessions
-from omnifleet_rollout.gateway.turns import History, Turn, message_digest
+from omnifleet_rollout.gateway.turns import History, Turn, message_digest, token_array
 
 WHO = Identity("r", "env", "s", "e1")
 PICTURE = MediaRef(MediaKind.IMAGE, Digest("ab" * 32))
 
 
 def turn(key: str, parent: str = "") -> Turn:
-    return Turn(key, parent, ("m", key), (1, 70_000), (2, 3), (PICTURE,))
+    return Turn(key, parent, ("m", key), token_array([1, 70_000]), token_array([2, 3]), (PICTURE,))
 
 
 def test_turns_and_homes_are_there_after_a_restart_and_the_oldest_go_first(tmp_path: Path) -> None:

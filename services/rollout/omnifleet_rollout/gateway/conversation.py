@@ -13,7 +13,7 @@ from omnifleet_rollout.gateway.parsing import ToolCall
 from omnifleet_rollout.gateway.parts import Plain, PutMedia, plain_messages, plain_reply
 from omnifleet_rollout.gateway.renderer import Renderer, RendererLoader
 from omnifleet_rollout.gateway.sessions import Sessions
-from omnifleet_rollout.gateway.turns import History, Prefix, Turn, message_digest, next_head
+from omnifleet_rollout.gateway.turns import History, Prefix, Turn, message_digest, next_head, token_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class Conversations:
             key=next_head(turn.history.heads[-1], reply),
             parent=known.turn if known else "",
             messages=(*turn.history.digests[start[0] :], reply),
-            prompt=tuple(turn.rendered.token_ids[start[1] :]),
-            reply=tuple(token_ids),
+            prompt=token_array(turn.rendered.token_ids[start[1] :]),
+            reply=token_array(token_ids),
             media=tuple(turn.rendered.media[start[2] :]),
         )
         self._sessions.record(turn.who, kept)

@@ -9,11 +9,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest, Identity, MediaKind, MediaRef
-from omnifleet_rollout.gateway.turns import Memory, Turn
+from omnifleet_rollout.gateway.turns import Memory, Turn, token_array
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -24,9 +22,8 @@ CREATE TABLE IF NOT EXISTS turns (
     run TEXT, session TEXT, key TEXT, parent TEXT, messages TEXT, prompt BLOB, reply BLOB, media TEXT,
     PRIMARY KEY (run, session, key));
 """
-_IN_MEMORY = 4096  # sessions whose turns are held ready
+_IN_MEMORY = 2048  # sessions whose turns are held ready
 _PRUNE_EVERY = 256  # changes between two looks at the limit
-_ID = np.dtype("<u4")
 
 
 class Sessions:
@@ -69,7 +66,7 @@ class Sessions:
         """Keep a turn; on return it survives a killed process. Raises LIMIT_EXCEEDED."""
         self.memory(who.run, who.session).add(turn)
         media = json.dumps([[str(ref.kind), ref.digest] for ref in turn.media])
-        blobs = [np.asarray(ids, _ID).tobytes() for ids in (turn.prompt, turn.reply)]
+        blobs = turn.prompt.tobytes(), turn.reply.tobytes()
         self._touch(who)
         self._write(
             "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -153,6 +150,6 @@ class Sessions:
 
 
 def _turn(key: str, parent: str, messages: str, prompt: bytes, reply: bytes, media: str) -> Turn:
-    ids = [tuple(np.frombuffer(blob, _ID).tolist()) for blob in (prompt, reply)]
+    ids = [token_array(memoryview(blob).cast("I")) for blob in (prompt, reply)]
     refs = tuple(MediaRef(MediaKind(kind), Digest(digest)) for kind, digest in json.loads(media))
     return Turn(key, parent, tuple(messages.split()), ids[0], ids[1], refs)

@@ -6,7 +6,8 @@ next request finds the longest history whose exact tokens are known, whichever o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,19 +20,24 @@ MAX_TURNS = 10_000
 """Turns of one session, all branches together."""
 
 
+def token_array(token_ids: Iterable[int]) -> array[int]:
+    """Ids in four bytes each: sessions hold many."""
+    return array("I", token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One prompt and one reply, as what they add to `parent` ("" = nothing before).
 
     key: of the history through the reply. messages: digests of the messages since the parent, the reply last.
-    prompt: unexpanded ids since the parent's reply; reply: the sampled ids. media: of `messages`, in order.
+    prompt: unexpanded ids since the parent's reply; reply: the sampled ids; both uint32. media: of `messages`, in order.
     """
 
     key: str
     parent: str
     messages: tuple[str, ...]
-    prompt: tuple[int, ...]
-    reply: tuple[int, ...]
+    prompt: array[int]
+    reply: array[int]
     media: tuple[MediaRef, ...] = ()
 
 
