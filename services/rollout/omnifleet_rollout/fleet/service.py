@@ -42,12 +42,16 @@ async def answers(address: str, timeout_s: float = _PROBE_S) -> bool:
     gRPC answers there from threads of its own: a worker whose event loop is busy or starved does, and a process that is
     gone or stopped does not.
     """
-    async with open_channel(address) as channel:
-        try:
-            await asyncio.wait_for(channel.channel_ready(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+    try:
+        async with asyncio.timeout(timeout_s), open_channel(address) as channel:
+            # A refused connection tells at once; gRPC would try it again until the time is over.
+            host, _, port = address.rpartition(":")
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+            await channel.channel_ready()
+    except OSError:  # TimeoutError is one
+        return False
+    return True
 
 
 class Fleet:
