@@ -36,28 +36,6 @@ class ModelConfig(StrictModel):
     """Run code that comes with the checkpoint."""
 
 
-class SplitConfig(StrictModel):
-    """One set of prompts."""
-
-    dataset: str = "synthetic-clevr"
-    """Name of a dataset, see `omnifleet_trainer.data`."""
-    split: str = "train"
-    """Split of the dataset."""
-    size: int | None = Field(None, gt=0)
-    """Rows to take; default: all."""
-
-
-class DataConfig(StrictModel):
-    """Prompts to train on and to hold out."""
-
-    train: SplitConfig = SplitConfig()
-    heldout: SplitConfig = SplitConfig(split="val")
-    max_prompt_tokens: int = Field(4096, gt=0)
-    """Longest expanded prompt; a longer one is dropped whole and counted, media is never cut."""
-    max_epochs: int = Field(1_000, ge=1)
-    """Passes over the training set."""
-
-
 class ScorerConfig(StrictModel):
     """One scorer of the reward."""
 
@@ -69,6 +47,76 @@ class ScorerConfig(StrictModel):
     """Relative weight; weights are normalised to sum 1."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the scorer."""
+
+
+class SplitConfig(StrictModel):
+    """One set of prompts."""
+
+    dataset: str = "synthetic-clevr"
+    """Name of a dataset, see `omnifleet_trainer.data`; `custom` reads a table of your own at `path`."""
+    split: str = "train"
+    """Split of the dataset."""
+    size: int | None = Field(None, gt=0)
+    """Rows to take; default: all."""
+    path: Path | None = None
+    """Of `custom`: a .jsonl or .parquet file, or a folder of Parquet, JSON lines or Arrow files (`save_to_disk`)."""
+    columns: dict[str, str] = Field(default_factory=lambda: {"text": "question", "answer": "answer"})
+    """Of `custom`: which columns are `text`, `answer`, `images` and `id`."""
+    prompt: Path | None = None
+    """Of `custom`: template file with {} for the text; default: the text alone."""
+    task: str = ""
+    """What the rows ask for; default: the dataset's name. Training and held-out rows must be of the same tasks."""
+    weight: float | None = Field(None, gt=0)
+    """Share of this set in a mixture; default: every epoch shows every row once. All sets have one, or none."""
+    reward: tuple[ScorerConfig, ...] = ()
+    """Scorers of this set's task; default: the recipe's."""
+
+    @property
+    def task_name(self) -> str:
+        """The task of the rows."""
+        return self.task or self.dataset
+
+    @model_validator(mode="after")
+    def _custom_has_a_path(self) -> SplitConfig:
+        if (self.dataset == "custom") != (self.path is not None):
+            raise ValueError(
+                f"dataset = {self.dataset} with path = {self.path}: `custom` needs a path, no other takes one"
+            )
+        return self
+
+
+class DataConfig(StrictModel):
+    """Prompts to train on and to hold out."""
+
+    train: SplitConfig | tuple[SplitConfig, ...] = SplitConfig()
+    """One set, or a list of sets that are mixed."""
+    heldout: SplitConfig | tuple[SplitConfig, ...] = SplitConfig(split="val")
+    """One set, or a list of sets, each of `evaluation.size` rows."""
+    max_prompt_tokens: int = Field(4096, gt=0)
+    """Longest expanded prompt; a longer one is dropped whole and counted, media is never cut."""
+    max_epochs: int = Field(1_000, ge=1)
+    """Passes over the training set."""
+
+    @property
+    def train_sets(self) -> tuple[SplitConfig, ...]:
+        """The sets that are trained on."""
+        return self.train if isinstance(self.train, tuple) else (self.train,)
+
+    @property
+    def heldout_sets(self) -> tuple[SplitConfig, ...]:
+        """The sets that are held out."""
+        return self.heldout if isinstance(self.heldout, tuple) else (self.heldout,)
+
+    @model_validator(mode="after")
+    def _weights_and_rewards_fit(self) -> DataConfig:
+        weights = [split.weight for split in self.train_sets]
+        if any(weights) and not all(weights):
+            raise ValueError(f"weights of data.train are {weights}: give every set one, or none")
+        rewards: dict[str, tuple[ScorerConfig, ...]] = {}
+        for split in (*self.train_sets, *self.heldout_sets):
+            if rewards.setdefault(split.task_name, split.reward) != split.reward:
+                raise ValueError(f"task {split.task_name} has two rewards: sets of one task are judged alike")
+        return self
 
 
 class SamplingConfig(StrictModel):
@@ -130,6 +178,8 @@ class TrainerConfig(StrictModel):
     """Samples of one optimiser update; default: all of the step. Must divide them."""
     micro_batch_tokens: int = Field(16384, gt=0)
     """Padded tokens of one forward pass; must hold the longest sequence."""
+    logprob_chunk: int | None = Field(None, gt=0)
+    """Positions whose logits exist at once; each is computed again in the backward pass. Default: all, once."""
     max_staleness: int = Field(1, ge=0)
     """Steps that a sample's oldest token may lag behind the weights it trains; 0 = synchronous."""
     buffer_groups: int | None = Field(None, ge=1)
@@ -204,6 +254,28 @@ class EvaluationConfig(StrictModel):
     """Held-out prompts."""
     controls: bool = False
     """At the end also score without pictures and with shuffled pictures."""
+    generations: int = Field(1, ge=1)
+    """Replies to a held-out prompt: 1 is greedy, more are sampled as in training and their rewards averaged."""
+    pass_at: tuple[int, ...] = ()
+    """k of pass@k, at most `generations` each: chance that the best of k replies earns `pass_reward`."""
+    pass_reward: float = 1.0
+    """Reward from which a reply counts as passed."""
+    other_tasks: bool = False
+    """Held-out rows may be of tasks that are not trained."""
+    patience: int | None = Field(None, ge=1)
+    """End the run after so many evaluations in a row that did not beat the best one by `min_gain`."""
+    min_gain: float = Field(0.0, ge=0)
+    """Gain in held-out reward that counts."""
+
+    @model_validator(mode="after")
+    def _k_is_drawn(self) -> EvaluationConfig:
+        if any(not 1 <= k <= self.generations for k in self.pass_at):
+            raise ValueError(
+                f"pass_at {list(self.pass_at)} needs 1 <= k <= evaluation.generations = {self.generations}"
+            )
+        if self.patience is not None and self.every == 0:
+            raise ValueError("evaluation.patience needs evaluation.every > 0: nothing would be compared")
+        return self
 
 
 class AuthConfig(StrictModel):
@@ -250,6 +322,13 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"trainer.micro_batch_tokens {self.trainer.micro_batch_tokens} cannot hold one sequence of {longest} tokens "
                 "(data.max_prompt_tokens + sampling.max_tokens)"
+            )
+        trained = {split.task_name for split in self.data.train_sets}
+        others = {split.task_name for split in self.data.heldout_sets} - trained
+        if others and not self.evaluation.other_tasks:
+            raise ValueError(
+                f"data.heldout is of task {', '.join(sorted(others))}, data.train of {', '.join(sorted(trained))}: the score "
+                "would not speak of what is trained; set data.heldout, or evaluation.other_tasks = true if it is meant"
             )
         filtered = self.sampling.top_p < 1 or self.sampling.top_k > 0
         if filtered and self.rollout.logprobs_mode is LogprobsMode.PROCESSED:

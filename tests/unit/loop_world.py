@@ -304,7 +304,16 @@ def world(
         timeout_s=config.rollout_timeout_s,
         seed=seed,
     )
-    heldout = HeldOut(data[: evaluation.size], prompter, serving=serving, sampling=sampling, at_once=4)
+    heldout = HeldOut(
+        data[: evaluation.size],
+        prompter,
+        serving=serving,
+        sampling=sampling,
+        at_once=4,
+        generations=evaluation.generations,
+        pass_at=evaluation.pass_at,
+        pass_reward=evaluation.pass_reward,
+    )
     batches = Batches(prompts, renderer, AdvantageRule(ObjectiveConfig()))
     parts = Parts(
         ledger,

@@ -14,6 +14,11 @@ app = typer.Typer(
 RunDir = Annotated[Path, typer.Option(help="Run folder: recipe, tokens, ledger, checkpoints, metrics.")]
 
 
+@app.callback()
+def root() -> None:
+    """Keeps `serve` a command of its own, also while it is the only one."""
+
+
 @app.command()
 def serve(
     run_dir: RunDir,

@@ -6,12 +6,26 @@ The room must not know models, tokenizers or the training loop: rows leave as te
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from omnifleet.errors import invalid
+from omnifleet.config.recipe import SplitConfig
+from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.data.clevr import load_clevr_cogent, load_synthetic_clevr
+from omnifleet_trainer.data.custom import CustomRows
+from omnifleet_trainer.data.mixture import Mixture
 from omnifleet_trainer.data.rows import PromptRow, blank_pictures, shuffle_pictures
+from omnifleet_trainer.data.tables import open_table
 
-__all__ = ["DATASETS", "PromptRow", "blank_pictures", "load_rows", "shuffle_pictures"]
+__all__ = [
+    "DATASETS",
+    "Mixture",
+    "PromptRow",
+    "blank_pictures",
+    "load_mixture",
+    "load_rows",
+    "load_split",
+    "shuffle_pictures",
+]
 
 DATASETS: dict[str, Callable[[str, int, int | None], Sequence[PromptRow]]] = {
     "synthetic-clevr": load_synthetic_clevr,
@@ -30,3 +44,48 @@ def load_rows(name: str, split: str, *, seed: int = 0, size: int | None = None) 
     if size is not None and size < 1:
         raise invalid(f"dataset size must be at least 1, not {size}", knob="data.size")
     return DATASETS[name](split, seed, size)
+
+
+def load_split(split: SplitConfig, *, seed: int, size: int | None = None) -> Sequence[PromptRow]:
+    """The rows of one set of a recipe; `size` where the recipe says none. Raises what `load_rows` and tables raise."""
+    size = split.size or size
+    if split.path is None:
+        return load_rows(split.dataset, split.split, seed=seed, size=size)
+    table = open_table(split.path, split.split)
+    folder = split.path if split.path.is_dir() else split.path.parent
+    rows = CustomRows(
+        table,
+        prefix=f"{split.task_name}/{split.split}",
+        columns=split.columns,
+        prompt=_template(split.prompt),
+        task=split.task_name,
+        folder=folder,
+    )
+    return rows if size is None else rows[:size]
+
+
+def load_mixture(splits: Sequence[SplitConfig], *, seed: int, size: int | None = None) -> Sequence[PromptRow]:
+    """The rows of all sets: of one as they are, of several a `Mixture`."""
+    loaded = [load_split(split, seed=seed, size=size) for split in splits]
+    if len(loaded) == 1:
+        return loaded[0]
+    weights = [split.weight for split in splits if split.weight is not None]
+    return Mixture(loaded, weights or None)
+
+
+def _template(path: Path | None) -> str:
+    if path is None:
+        return "{}"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OmnifleetError(
+            Reason.INVALID_CONFIG, f"prompt template {path}: {error}", knob="data.train.prompt"
+        ) from error
+    if "{}" not in text:
+        raise OmnifleetError(
+            Reason.INVALID_CONFIG,
+            f"prompt template {path} has no {{}} for the text",
+            knob="data.train.prompt",
+        )
+    return text

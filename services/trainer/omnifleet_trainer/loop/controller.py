@@ -16,6 +16,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import WeightVersion
 from omnifleet_trainer.evaluation import Evaluation, HeldOut
+from omnifleet_trainer.evaluation.patience import out_of_patience
 from omnifleet_trainer.evaluation.pictures import Pictures
 from omnifleet_trainer.ledger import Ledger, ReadyGroup
 from omnifleet_trainer.loop.admission import Admission
@@ -111,7 +112,7 @@ class Controller:
             p.journal.close()
 
     async def _train(self) -> None:
-        while self.step < self._trainer.steps:
+        while self.step < self._trainer.steps and not self._settled():
             watch = Stopwatch()
             with watch.timing("wait"):
                 groups = await self._next_groups()
@@ -189,10 +190,16 @@ class Controller:
         every = self._evaluation.every
         return (every > 0 and step % every == 0) or step == self._trainer.steps
 
+    def _settled(self) -> bool:
+        """True if the held-out reward has not moved for as long as the recipe is patient."""
+        scores, evaluation = self._parts.journal.values("heldout_reward"), self._evaluation
+        return out_of_patience(scores, patience=evaluation.patience, min_gain=evaluation.min_gain)
+
     async def _evaluate(self) -> dict[str, float]:
         result = await self._parts.heldout.score(self._parts.weights.step)
         self._parts.journal.write_samples(result.samples)
-        return {
+        passed = {f"heldout_pass@{k}": rate for k, rate in result.passed.items()}
+        return passed | {
             "heldout_reward": result.score,
             "heldout_failed": float(result.failed),
             "heldout_s": result.seconds,
@@ -228,6 +235,7 @@ class Controller:
         heldout = p.journal.values("heldout_reward")
         return {
             "steps": p.weights.step,
+            "settled": self._settled(),
             "lineage": p.ledger.lineage,
             "heldout_start": heldout[0],
             "heldout_end": heldout[-1],

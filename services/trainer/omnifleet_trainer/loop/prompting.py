@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omnifleet.client.reward import ItemScore, ScoreItem
@@ -71,12 +71,17 @@ class Prompter:
         scorers: Sequence[ScorerConfig],
         mode: LogprobsMode,
         timeout_s: float,
+        scorers_of: Mapping[str, Sequence[ScorerConfig]] | None = None,
     ) -> None:
-        """mode: what the logprobs must mean. timeout_s: longest life of one prompt's rollout, seconds."""
+        """mode: what the logprobs must mean. timeout_s: longest life of one prompt's rollout, seconds.
+
+        scorers_of: scorers of a task that has its own.
+        """
         self._renderer = renderer
         self._rollout = rollout
         self._reward = reward
         self._scorers = scorers
+        self._scorers_of = dict(scorers_of or {})
         self._mode = mode
         self._timeout_s = timeout_s
 
@@ -145,7 +150,7 @@ class Prompter:
             )
             for sample in samples
         ]
-        scores = await self._score_patiently(items)
+        scores = await self._score_patiently(items, self._scorers_of.get(row.task, self._scorers))
         for score in scores:
             if score.error is not None:
                 raise Unscorable(
@@ -157,13 +162,15 @@ class Prompter:
                 )
         return scores
 
-    async def _score_patiently(self, items: Sequence[ScoreItem]) -> list[ItemScore]:
+    async def _score_patiently(
+        self, items: Sequence[ScoreItem], scorers: Sequence[ScorerConfig]
+    ) -> list[ItemScore]:
         """Generated tokens are dear: wait for a reward service that restarts, up to the rollout's time."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._timeout_s
         while True:
             try:
-                return await self._reward.score(items, self._scorers, max(end - loop.time(), 0.1))
+                return await self._reward.score(items, scorers, max(end - loop.time(), 0.1))
             except OmnifleetError as error:
                 pause = max(_SCORE_PAUSE_S, error.retry_after_ms / 1000)
                 if not error.retryable:

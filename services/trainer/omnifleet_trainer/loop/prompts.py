@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,5 +62,10 @@ class Prompts:
         return self._ledger.epochs() >= self._max_epochs and self._ledger.first_open() is None
 
     def _order(self, epoch: int) -> list[str]:
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._ids))
-        return [self._ids[index] for index in order]
+        """Rows that know better (a mixture) say what an epoch shows; others are shuffled whole."""
+        choose: Callable[[int, int], Sequence[int]] = getattr(self._rows, "epoch_order", self._shuffled)
+        return [self._ids[index] for index in choose(self._seed, epoch)]
+
+    def _shuffled(self, seed: int, epoch: int) -> list[int]:
+        order: list[int] = np.random.default_rng((seed, epoch)).permutation(len(self._ids)).tolist()
+        return order

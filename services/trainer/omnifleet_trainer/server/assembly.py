@@ -14,7 +14,7 @@ from omnifleet.auth import Scope, Tokens
 from omnifleet.client.media import MediaClient
 from omnifleet.client.reward import RewardClient
 from omnifleet.client.rollout import RolloutClient
-from omnifleet.config.recipe import Recipe, SplitConfig
+from omnifleet.config.recipe import Recipe, ScorerConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import image_token_id, read_image_processor
 from omnifleet.telemetry.counters import Counters
@@ -140,6 +140,7 @@ async def assembled(
             rollout,
             reward,
             scorers=recipe.reward,
+            scorers_of=_own_scorers(recipe),
             mode=recipe.rollout.logprobs_mode,
             timeout_s=trainer.rollout_timeout_s,
         )
@@ -200,7 +201,16 @@ async def assembled(
             batches=Batches(prompts, renderer, AdvantageRule(recipe.objective)),
             weights=weights,
             refits=FleetRefits(sender, weights),
-            heldout=HeldOut(heldout_rows, prompter, serving=served.get, sampling=sampling, at_once=_AT_ONCE),
+            heldout=HeldOut(
+                heldout_rows,
+                prompter,
+                serving=served.get,
+                sampling=sampling,
+                at_once=_AT_ONCE,
+                generations=recipe.evaluation.generations,
+                pass_at=recipe.evaluation.pass_at,
+                pass_reward=recipe.evaluation.pass_reward,
+            ),
             journal=journal,
             counters=counters,
             serving=served.set,
@@ -264,15 +274,18 @@ async def _reachable(recipe: Recipe, reward: RewardClient, opened: str) -> dict[
 
 
 def _load_data(recipe: Recipe) -> tuple[Sequence[PromptRow], Sequence[PromptRow]]:
-    from omnifleet_trainer.data import load_rows
+    from omnifleet_trainer.data import load_mixture
 
-    def rows(split: SplitConfig, size: int | None) -> Sequence[PromptRow]:
-        return load_rows(split.dataset, split.split, seed=recipe.run.seed, size=size)
-
-    heldout = recipe.data.heldout
-    return rows(recipe.data.train, recipe.data.train.size), rows(
-        heldout, heldout.size or recipe.evaluation.size
+    seed, data = recipe.run.seed, recipe.data
+    return load_mixture(data.train_sets, seed=seed), load_mixture(
+        data.heldout_sets, seed=seed, size=recipe.evaluation.size
     )
+
+
+def _own_scorers(recipe: Recipe) -> dict[str, tuple[ScorerConfig, ...]]:
+    """Tasks that are not judged by the recipe's own reward."""
+    sets = (*recipe.data.train_sets, *recipe.data.heldout_sets)
+    return {split.task_name: split.reward for split in sets if split.reward}
 
 
 def _room(recipe: Recipe) -> int:

@@ -131,7 +131,9 @@ def _is_done(run_dir: Path, recipe: Recipe) -> bool:
     path = run_dir / "summary.json"
     if not path.exists():
         return False
-    return int(json.loads(path.read_text())["steps"]) >= recipe.trainer.steps
+    summary = json.loads(path.read_text())
+    settled = bool(summary.get("settled")) and recipe.evaluation.patience is not None
+    return settled or int(summary["steps"]) >= recipe.trainer.steps
 
 
 def _write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
