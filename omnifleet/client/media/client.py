@@ -200,14 +200,24 @@ class MediaClient:
 
     async def frames(self, ref: MediaRef) -> list[Frame]:
         """All frames of an object, in order; equal frames are the same array."""
-        info = await self.info(ref)
+        count = len((await self.info(ref)).frame_digests)
+        found = {i: kept for i in range(count) if (kept := self.kept_frame(ref, i)) is not None}
+        for i in range(count):
+            if i not in found:
+                found[i] = await self.frame(ref, i)  # its answer tells where the others can be mapped
+                break
+        found |= {
+            i: kept for i in range(count) if i not in found and (kept := self.kept_frame(ref, i)) is not None
+        }
         room = asyncio.Semaphore(_FRAMES_AT_ONCE)
 
         async def one(i: int) -> Frame:
             async with room:
                 return await self.frame(ref, i)
 
-        return list(await asyncio.gather(*(one(i) for i in range(len(info.frame_digests)))))
+        rest = [i for i in range(count) if i not in found]
+        found |= dict(zip(rest, await asyncio.gather(*(one(i) for i in rest)), strict=True))
+        return [found[i] for i in range(count)]
 
     async def track(self, ref: MediaRef) -> Track:
         """The samples of an audio object: float32 (N,) at `info(ref).sample_rate` a second, read-only.
