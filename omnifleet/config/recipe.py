@@ -180,6 +180,8 @@ class TrainerConfig(StrictModel):
     """Padded tokens of one forward pass; must hold the longest sequence."""
     logprob_chunk: int | None = Field(None, gt=0)
     """Positions whose logits exist at once; each is computed again in the backward pass. Default: all, once."""
+    logprob_chunk: int | None = Field(None, gt=0)
+    """Positions whose logits exist at once; each is computed again in the backward pass. Default: all, once."""
     max_staleness: int = Field(1, ge=0)
     """Steps that a sample's oldest token may lag behind the weights it trains; 0 = synchronous."""
     buffer_groups: int | None = Field(None, ge=1)

@@ -43,7 +43,7 @@ def hidden_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    chunk: int = 256,
     kept: Tensor | None = None,
 ) -> Tensor:
     """The same from hidden states [B, T, H] and the head's weights [V, H]; logits never exist but for one chunk.
@@ -82,7 +82,9 @@ def _projected(
 
 
 def _gathered(logits: Tensor, targets: Tensor, temperature: float, kept: Tensor | None) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:
+        wide = wide / temperature
     chosen = wide.gather(-1, targets[:, None])
     total = torch.logsumexp(wide, dim=-1)
     if kept is not None:

@@ -24,9 +24,10 @@ from omnifleet_trainer.batch.check import check_batch
 from omnifleet_trainer.batch.collate import MicroBatch, collate
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import automodel as compat
-from omnifleet_trainer.objectives.logprobs import token_logprobs
+from omnifleet_trainer.objectives.logprobs import hidden_logprobs, token_logprobs
 from omnifleet_trainer.policy.flops import FlopsModel, mfu
 from omnifleet_trainer.policy.folder import read_folder, write_folder
+from omnifleet_trainer.policy.head import plain_head
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_names
 from omnifleet_trainer.policy.optimizer import Optimizer
@@ -96,6 +97,8 @@ class AutoModelPolicy:
             frozen=not self.encoder_trains,
             cache_bytes=feature_cache_bytes,
         )
+        self._chunk = trainer.logprob_chunk or 0
+        self._head = plain_head(self._model) if self._chunk else None
         self._flops = FlopsModel.of(self._model, _ENCODER)
         # The reference policy of the KL term: the weights that the run began with, whatever is loaded later.
         needs_reference = objective.kl_coefficient > 0
@@ -234,17 +237,20 @@ class AutoModelPolicy:
 
     def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
         def forward(micro: MicroBatch) -> Tensor:
+            ids = micro.input_ids[:, micro.first :]
+            kept = None if micro.kept is None else micro.kept[:, micro.first :]
+            settings: dict[str, Any] = {"temperature": self._temperature, "kept": kept}
             wanted = torch.arange(micro.first - 1, micro.input_ids.shape[1] - 1, device=self._device)
             half = self._trainer.dtype == "bfloat16"
             with torch.autocast(self._device.type, torch.bfloat16, enabled=half):
                 arguments = self._vision.arguments(micro, batch.segments)
+                if self._head is not None:
+                    hidden = self._head.body(**arguments, use_cache=False).last_hidden_state
+                    return hidden_logprobs(
+                        hidden[:, micro.first - 1 : -1], self._head.weight, ids, chunk=self._chunk, **settings
+                    )
                 logits = self._model(**arguments, logits_to_keep=wanted, use_cache=False).logits
-            return token_logprobs(
-                logits,
-                micro.input_ids[:, micro.first :],
-                temperature=self._temperature,
-                kept=None if micro.kept is None else micro.kept[:, micro.first :],
-            )
+            return token_logprobs(logits, ids, **settings)
 
         return forward
 
