@@ -83,5 +83,5 @@ def write_model(folder: Path) -> None:
 
 if __name__ == "__main__":
     omnifleet_trainer.data.load_rows = load_rows
-    build.open_policy = lambda recipe, source: FakeEnginePolicy()
+    build.open_policy = lambda recipe, source, **_: FakeEnginePolicy()
     app()
