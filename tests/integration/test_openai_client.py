@@ -35,7 +35,7 @@ from omnifleet.wire.server import serving
 from omnifleet_rollout.gateway.renderer import Renderer
 from tests.contract.gateway_world import ScriptedWorker
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 
 LIMIT = 2048
 RECIPE = {
@@ -82,7 +82,7 @@ class Stack:
             self.processes.append(subprocess.Popen(command, stdout=out, stderr=out))
 
     def wait(self, name: str) -> None:
-        end = time.monotonic() + 200
+        end = time.monotonic() + 500
         while name not in read_records(self.run_dir):
             alive = all(process.poll() is None for process in self.processes)
             assert alive and time.monotonic() < end, self.log(name)
@@ -138,7 +138,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Path) -> 
 async def warm(stack: Stack) -> None:
     """The worker serves, and the parsers are loaded."""
     async with stack.client() as client:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while True:
             try:
                 await client.chat.completions.create(**chat("hi"))
