@@ -70,7 +70,7 @@ class Service:
         """A client that waits for restarts and keeps nothing, so that each read asks for bytes."""
         secret = load_tokens(self.run_dir).secret(Scope.OPERATOR)
         async with MediaClient.open(
-            self.address, secret, deadline_s=CALL_S, cache_bytes=0, same_host=same_host
+            self.address, secret, deadline_s=CALL_S, cache_bytes=0, same_host=same_host, verify_mapped=True
         ) as client:
             yield client
 
