@@ -305,9 +305,9 @@ async def stack(run_dir: Path, model: Path) -> AsyncIterator[VllmEngine]:
     config = load_section(run_dir, "rollout", RolloutConfig, ())
     secret = tokens.secret(Scope.SERVICE)
     engine = VllmEngine(model, config, find_media=lambda: peer(run_dir, "media"), secret=secret)
-    await engine.start()  # first: the engine's process may be forked from ours
     processes, serving = [], None
     try:
+        await engine.start()  # first: the engine's process may be forked from ours
         for app in ("omnifleet_media:app", "omnifleet_rollout:gateway_app"):
             module, _, attribute = app.partition(":")
             code = f"from {module}.cli import {attribute}; {attribute}()"
