@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import Digest
+from omnifleet_media.address.contract import still
+from omnifleet_media.index.port import Entry, Kind, Unit
+from omnifleet_media.server.blobs import frame_blob
+from tests.chaos.media_light import FRAME_BYTES, HEIGHT, WIDTH, InstantDecoder, light_library, source_of
 from tests.contract.media_world import png, served
 
 SIZE = (100, 100)  # 30,000 bytes of pixels and about as much of source
@@ -85,3 +90,49 @@ async def test_collection_removes_orphans_and_says_so_before(tmp_path: Path) -> 
         assert await client.has([ref.digest]) == [True]
         assert await client.collect(0) == everything
         assert await client.has([ref.digest]) == [False]
+
+
+async def test_orphans_go_before_an_upload_is_refused(tmp_path: Path) -> None:
+    async with light_library(tmp_path, disk_bytes=20 * FRAME_BYTES) as library:
+        stored = await library.put(source_of(1), still(), durable=False)
+        await library.retention.take_lease("run", "owner", 60_000, [stored.item.digest, stored.source])
+        orphan = library.store.disk.path(Kind.FRAME, Digest("ab" * 32))
+        orphan.parent.mkdir(parents=True)
+        orphan.write_bytes(bytes(17 * FRAME_BYTES))
+        library.store.disk._usage.add(17 * FRAME_BYTES)
+        await library.put(source_of(2), still(), durable=False)
+        assert not orphan.exists()
+        assert await library.holds([frame_blob(stored.item.frames[0], HEIGHT, WIDTH)])
+
+
+async def test_last_uses_wait_for_an_index_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with light_library(tmp_path) as library:
+        made = [(await library.put(source_of(seed), still(), durable=False)).item.digest for seed in (1, 2)]
+        library.retention._used.clear()
+        await library.index.touch({Entry(Unit.OBJECT, digest): 2**41 + i for i, digest in enumerate(made)})
+
+        async def away(used: object) -> None:
+            raise OmnifleetError(Reason.UNAVAILABLE, "away", retryable=True)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(library.index, "touch", away)
+            library.retention._used[Entry(Unit.OBJECT, made[0])] = 2**42
+            with pytest.raises(OmnifleetError):
+                await library.retention.note()
+        assert await library.index.recent(2) == [made[1], made[0]]
+        await library.retention.note()
+        assert await library.index.recent(2) == [made[0], made[1]]
+
+
+async def test_what_the_index_says_in_part_is_made_whole_again(tmp_path: Path) -> None:
+    """A frame file that was deleted by hand: the next put of the same source decodes it again."""
+    decoder = InstantDecoder()
+    async with light_library(tmp_path, decoder) as library:
+        stored = await library.put(source_of(1), still(), durable=False)
+        library.store.remove(Kind.FRAME, stored.item.frames[0])
+        again = await library.put(source_of(1), still(), durable=False)
+        assert (again.decoded, again.new_frames, again.new_bytes) == (True, 1, FRAME_BYTES)
+        assert (await library.put(source_of(1), still(), durable=False)).decoded is False
+        assert decoder.decodes == 2
