@@ -71,6 +71,8 @@ class OmnifleetExtension:
         seams.check_worker(model)
         self._omni = Weights(Path(self.model_config.model))
         seams.count_encoded(model, self._omni_count)
+        if torch.device(self.device).type == "cpu":
+            seams.keep_generators(self.model_runner)
         parallel = self.vllm_config.parallel_config
         # A rank's place among all ranks of its engine, data parallel ones included.
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank

@@ -7,6 +7,7 @@
 | layerwise_info of the reload module          | find layers that a load did not reach           | silent old weights    |
 | model.embed_multimodal (wrapped)             | count encoded items                             | no counter            |
 | quant_method.process_weights_after_loading   | CPU: tied heads keep their packed copy          | silent old weights    |
+| model_runner.sample_tokens (wrapped on CPU)  | CPU generators cannot be rewound                | the engine dies       |
 
 `check_front` and `check_worker` look for them at start and raise UNSUPPORTED with the name that is gone.
 """
@@ -87,6 +88,27 @@ def count_encoded(model: torch.nn.Module, counter: Callable[[int], None]) -> Non
         return outputs
 
     model.embed_multimodal = embed_multimodal  # type: ignore[assignment]
+
+
+def keep_generators(runner: Any) -> None:
+    """CPU: seeded requests survive a prefill in pieces.
+
+    After a step that ended inside a prompt, vLLM throws the sampled token away and moves the request's generator back by what
+    it used; CPU generators cannot move, so the engine dies: under load, or when a refit has many prompts computed again.
+    Here such a request is sampled without its generator, whose stream then is as if that token had never been drawn.
+    """
+    original = runner.sample_tokens
+
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        thrown_away = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]
+        held = {int(i): batch.generators.pop(int(i)) for i in thrown_away if int(i) in batch.generators}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            batch.generators.update(held)
+
+    runner.sample_tokens = sample_tokens
 
 
 def unreached_layers(model: torch.nn.Module, *, tied: bool) -> list[str]:
