@@ -7,11 +7,12 @@ a recorded plan or through the loader, and its parameters can be compared byte f
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterable, Mapping
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,8 +20,9 @@ from torch import nn
 
 from omnifleet.auth import OPEN
 from omnifleet.client.refit import RefitClient
+from omnifleet.errors import OmnifleetError
 from omnifleet.telemetry.counters import Counters
-from omnifleet.types import InFlight
+from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2_grpc
 from omnifleet.wire.manifest import base_version
 from omnifleet.wire.server import serving
@@ -34,8 +36,13 @@ from omnifleet_rollout.refit.weights import Weights
 from omnifleet_rollout.worker.gate import Gate
 from omnifleet_rollout.worker.server import RefitServicer
 from omnifleet_rollout.worker.standing import Standing
+from omnifleet_trainer.refit.courier import Courier, Order, Outcome
+from omnifleet_trainer.refit.group import Meeting
+from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
 
 HIDDEN = 8
+BUCKET_BYTES = 16 << 10
+DEADLINE_S = 20.0
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
@@ -100,7 +107,7 @@ class SmallEngine(FakeEngine):
 
     def __init__(self, checkpoint: Path, *, planned: bool = True) -> None:
         super().__init__(table=read_table(checkpoint))
-        self._facts = self.transporting(("shm", "nccl"))
+        self._facts = replace(self._facts, transports=("shm", "nccl"))
         self.model = Small()
         source = Weights(checkpoint)
         table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in source.table.items()}
@@ -109,11 +116,6 @@ class SmallEngine(FakeEngine):
         self.by_plan: list[bool] = []
         self.break_at_load = False
         self.stager = Stager(self.model, source, plan, lambda: self._load(source), CPU)
-
-    def transporting(self, transports: tuple[str, ...]):  # type: ignore[no-untyped-def]
-        from dataclasses import replace
-
-        return replace(self._facts, transports=transports)
 
     def _load(self, source: Weights) -> None:
         for number, (name, tensor) in enumerate(source.everything()):
@@ -157,15 +159,25 @@ class Receiving:
         """Version and fence."""
         return self.gate.standing
 
+    @property
+    def version(self) -> WeightVersion:
+        """What it serves."""
+        return self.standing.version
+
+    @property
+    def fenced(self) -> bool:
+        """True while its weights are not whole."""
+        return bool(self.standing.fence)
+
     def holds(self, step: int) -> bool:
         """True if the worker serves and its parameters are those of a fresh module at that version, byte for byte."""
         ours, theirs = self.engine.model.state_dict(), expected(step)
         same = all(torch.equal(ours[name], theirs[name]) for name in theirs)
         return same and not self.standing.fence
 
-    def whole(self, steps: Mapping[int, int]) -> bool:
-        """The property: it serves nothing, or exactly one of the versions that were committed."""
-        return bool(self.standing.fence) or self.holds(steps.get(self.standing.version.number, -1))
+    def whole(self) -> bool:
+        """The property: it serves nothing, or exactly the one version that it says. A version's number is its step."""
+        return self.fenced or self.holds(self.version.number if self.version.run else -1)
 
 
 @asynccontextmanager
@@ -191,6 +203,110 @@ async def receiving(checkpoint: Path, count: int, *, planned: bool = True) -> As
         yield workers
 
 
-def manifest_text(body: Mapping[str, object]) -> str:
-    """A manifest body as the engine gets it."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+class Sender:
+    """The trainer's half without the fleet registry: a snapshot, a courier, what was published last."""
+
+    def __init__(self, lineage: str = "l") -> None:
+        self.lineage = lineage
+        self.snapshot = Snapshot(CPU, BUCKET_BYTES)
+        self.courier = Courier(Meeting("127.0.0.1"), CPU)
+        self.version: WeightVersion | None = None
+        self.digests: dict[str, str] = {}
+
+    def pack(self, step: int, *, whole: bool = False) -> Shipment:
+        """Make the version of a step, on top of the last one or whole."""
+        on_top = self.version is not None and not whole
+        self.snapshot.pack(tensors(step).items(), MOVES)
+        version = WeightVersion("r", self.lineage, step)
+        return self.snapshot.shipment(
+            version, self.version if on_top else None, self.digests if on_top else None, True
+        )
+
+    def buckets(self, shipment: Shipment) -> list[torch.Tensor]:
+        """What is broadcast for a shipment."""
+        return [self.snapshot.buckets[i] for i in shipment.buckets]
+
+    async def stage(
+        self,
+        workers: Iterable[Receiving | Remote],
+        shipment: Shipment,
+        buckets: Sequence[torch.Tensor] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> dict[str, Outcome]:
+        """Broadcast; worker -> outcome."""
+        orders = {worker.id: Order(worker.client, shipment) for worker in workers}
+        return await self.courier.stage(orders, buckets or self.buckets(shipment), deadline_s)
+
+    async def publish(
+        self, workers: Sequence[Receiving | Remote], step: int, *, whole: bool = False
+    ) -> Shipment:
+        """Stage and commit on all. Raises what any worker says."""
+        shipment = self.pack(step, whole=whole)
+        outcomes = await self.stage(workers, shipment)
+        for worker in workers:
+            outcome = outcomes[worker.id]
+            if isinstance(outcome, OmnifleetError):
+                raise outcome
+            await worker.client.commit(outcome, InFlight.KEEP, deadline_s=DEADLINE_S)
+        self.took(shipment)
+        return shipment
+
+    def took(self, shipment: Shipment) -> None:
+        """The fleet is at this version now."""
+        self.version, self.digests = shipment.version, dict(self.snapshot.digests)
+
+
+@dataclass
+class Remote:
+    """A worker in a process of its own, as its sender sees it."""
+
+    id: str
+    process: Any
+    client: RefitClient
+    pipe: Any = None
+
+
+def run_receiver(checkpoint: str, name: str, pipe: Any) -> None:
+    """The process of a `Remote`: says its address, then answers each message with (fenced, version, whole)."""
+
+    async def serve() -> None:
+        async with receiving(Path(checkpoint), 1) as (worker,):
+            pipe.send(worker.address)
+            while await asyncio.to_thread(pipe.recv):
+                pipe.send((worker.fenced, worker.version.number, worker.whole()))
+
+    asyncio.run(serve())
+
+
+def run_sender(addresses: dict[str, str], step: int, phase: str, pipe: Any) -> None:
+    """A sender that publishes step 0 whole, then `step`, and says `phase` when it is there; then it waits to be killed."""
+
+    def reached(now: str) -> None:
+        if now == phase:
+            pipe.send(now)
+            threading.Event().wait()
+
+    class Slow(list[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for number, bucket in enumerate(super().__iter__()):
+                if number == len(self) - 1:
+                    reached("broadcast")
+                yield bucket
+
+    async def send() -> None:
+        async with AsyncExitStack() as stack:
+            clients = {
+                id: await stack.enter_async_context(RefitClient.open(a)) for id, a in addresses.items()
+            }
+            workers = [Remote(id, None, client) for id, client in clients.items()]
+            sender = Sender("killed")
+            await sender.publish(workers, 0)
+            shipment = sender.pack(step, whole=True)
+            reached("packed")
+            outcomes = await sender.stage(workers, shipment, Slow(sender.buckets(shipment)))
+            reached("staged")
+            for worker in workers:
+                await worker.client.commit(str(outcomes[worker.id]), InFlight.KEEP, deadline_s=DEADLINE_S)
+                reached("committed one")
+
+    asyncio.run(send())

@@ -1,54 +1,28 @@
-"""Transport `nccl` on CPU: one sender and three receivers in a gloo group, over real gRPC, with faults."""
+"""Transport `nccl` on CPU: one sender and three receivers in a gloo group, over real gRPC."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from omnifleet.errors import OmnifleetError, Reason  # noqa: E402
 from omnifleet.types import InFlight, WeightVersion  # noqa: E402
-from omnifleet_trainer.refit.courier import Courier, Order, Outcome  # noqa: E402
-from omnifleet_trainer.refit.group import Meeting  # noqa: E402
-from omnifleet_trainer.refit.snapshot import Shipment, Snapshot  # noqa: E402
-from tests.refit_world import CPU, MOVES, Receiving, receiving, tensors, write_checkpoint  # noqa: E402
-
-BUCKET = 16 << 10
-DEADLINE_S = 20.0
-
-
-class Sender:
-    """The trainer's half without the fleet registry."""
-
-    def __init__(self) -> None:
-        self.snapshot = Snapshot(CPU, BUCKET)
-        self.courier = Courier(Meeting("127.0.0.1"), CPU)
-        self.version: WeightVersion | None = None
-        self.digests: dict[str, str] = {}
-
-    def pack(self, step: int, parent: WeightVersion | None) -> Shipment:
-        held = self.digests if parent is not None else None
-        self.snapshot.pack(tensors(step).items(), MOVES)
-        return self.snapshot.shipment(WeightVersion("r", "l", step), parent, held, True)
-
-    async def stage(
-        self, workers: list[Receiving], shipment: Shipment, deadline_s: float = DEADLINE_S
-    ) -> dict[str, Outcome]:
-        orders = {worker.id: Order(worker.client, shipment) for worker in workers}
-        buckets = [self.snapshot.buckets[i] for i in shipment.buckets]
-        return await self.courier.stage(orders, buckets, deadline_s)
-
-    async def publish(self, workers: list[Receiving], step: int, *, whole: bool = False) -> Shipment:
-        shipment = self.pack(step, None if whole else self.version)
-        outcomes = await self.stage(workers, shipment)
-        for worker in workers:
-            digest = outcomes[worker.id]
-            assert digest == shipment.version.manifest_digest, digest
-            commit = await worker.client.commit(str(digest), InFlight.KEEP, deadline_s=DEADLINE_S)
-            assert commit.version == shipment.version
-        self.version, self.digests = shipment.version, dict(self.snapshot.digests)
-        return shipment
+from omnifleet.wire import refit_pb2  # noqa: E402
+from omnifleet.wire.manifest import UNVERIFIED  # noqa: E402
+from omnifleet_trainer.refit.courier import Order  # noqa: E402
+from omnifleet_trainer.refit.snapshot import Shipment  # noqa: E402
+from tests.refit_world import (  # noqa: E402
+    DEADLINE_S,
+    Receiving,
+    Sender,
+    receiving,
+    tensors,
+    write_checkpoint,
+)
 
 
 async def test_three_receivers_hold_what_a_fresh_loader_makes_first_checked_then_by_plan(
@@ -64,4 +38,154 @@ async def test_three_receivers_hold_what_a_fresh_loader_makes_first_checked_then
         assert second.bytes < first.bytes, "the frozen bucket is not sent again"
         unchanged = [t.name for t in second.manifest.tensors if not t.changed]
         assert sorted(unchanged) == ["embed", "expert.0"]
+        sender.courier.close()
+
+
+async def test_without_a_plan_the_loader_path_gives_the_same(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 1, planned=False) as workers:
+        sender = Sender()
+        for step in range(3):
+            await sender.publish(workers, step)
+            assert workers[0].holds(step) and workers[0].engine.by_plan[-1] is False
+        sender.courier.close()
+
+
+async def test_the_group_is_kept_for_equal_members_and_remade_for_others(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 4) as workers:
+        sender = Sender()
+        names = []
+        for step, members in enumerate([workers[:3], workers[:3], workers, workers[1:]]):
+            await sender.publish(members, step, whole=True)
+            names.append(sender.courier._name)
+            assert all(worker.holds(step) for worker in members)
+        assert names[0] == names[1] and len(set(names)) == 3
+        sender.courier.close()
+
+
+async def test_NCL_06_a_tensor_larger_than_a_bucket_has_one_for_itself(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 1) as workers:
+        sender = Sender()
+        sender.snapshot._limit = 64  # bytes; every tensor is larger
+        shipment = await sender.publish(workers, 0)
+        assert len(shipment.buckets) == len(tensors(0)) and workers[0].holds(0)
+        sender.courier.close()
+
+
+async def test_NCL_11_bfloat16_is_rounded_to_nearest_even_and_arrives_bit_for_bit(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 1) as workers:
+        sender = Sender()
+        values = torch.tensor([1.00390625, 1.01171875, 0.1, 0, 0, 0, 0, 0])
+        weights = {**tensors(0), "norm": values}
+        sender.snapshot.pack(weights.items(), weights)
+        shipment = sender.snapshot.shipment(WeightVersion("r", "l", 0), None, None, True)
+        digest = (await sender.stage(workers, shipment))["w0"]
+        await workers[0].client.commit(str(digest), InFlight.KEEP, deadline_s=DEADLINE_S)
+        assert workers[0].engine.model.norm[:3].float().tolist() == [1.0, 1.015625, 0.10009765625]
+        sender.courier.close()
+
+
+async def test_NCL_08_many_groups_form_at_once_and_again_on_ports_that_nobody_probed(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 8) as workers:
+        senders = [Sender() for _ in workers]
+        for step in range(5):
+
+            async def one(sender: Sender, worker: Receiving, step: int = step) -> None:
+                await sender.publish([worker], step, whole=True)
+                sender.courier.close()
+
+            await asyncio.gather(*map(one, senders, workers))
+            assert all(worker.holds(step) for worker in workers)
+
+
+async def refused(sender: Sender, worker: Receiving, manifest: refit_pb2.Manifest, shipment: Shipment) -> str:
+    """Stage a manifest as it is, with the buckets of the shipment; why it was refused. The old version must serve."""
+    changed = Shipment(manifest, shipment.version, shipment.buckets, shipment.bytes)
+    outcomes = await sender.courier._round(
+        {"w0": Order(worker.client, changed)}, sender.buckets(shipment), DEADLINE_S
+    )
+    outcome = outcomes["w0"]
+    assert isinstance(outcome, OmnifleetError) and outcome.reason is Reason.REFIT_REJECTED, outcome
+    assert worker.holds(-1)
+    return outcome.message
+
+
+async def test_a_manifest_that_does_not_fit_the_engine_or_its_buckets_is_refused(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 1) as (worker,):
+        sender = Sender()
+        shipment = sender.pack(0)
+
+        def changed() -> refit_pb2.Manifest:
+            manifest = refit_pb2.Manifest()
+            manifest.CopyFrom(shipment.manifest)
+            return manifest
+
+        unknown = changed()
+        unknown.tensors[0].name = "stranger"
+        assert "stranger" in await refused(sender, worker, unknown, shipment)
+        missing = changed()
+        del missing.tensors[0]
+        assert "missing 1" in await refused(sender, worker, missing, shipment)
+        twice = changed()
+        twice.tensors.append(twice.tensors[0])
+        assert "twice" in await refused(sender, worker, twice, shipment)
+        dtype = changed()
+        dtype.tensors[0].dtype = "I32"
+        assert "I32" in await refused(sender, worker, dtype, shipment)
+        shape = changed()
+        shape.tensors[0].shape[0] += 1
+        assert shape.tensors[0].name in await refused(sender, worker, shape, shipment)
+        cut = changed()
+        cut.tensors[0].bytes -= 4
+        assert "do not fit" in await refused(sender, worker, cut, shipment)
+        over = changed()
+        over.tensors[1].offset = over.tensors[0].offset
+        over.tensors[1].bucket = over.tensors[0].bucket
+        assert "over another" in await refused(sender, worker, over, shipment)
+        reordered = changed()
+        reordered.buckets[0].index, reordered.buckets[1].index = 1, 0
+        assert "numbered" in await refused(sender, worker, reordered, shipment)
+        none = changed()
+        none.buckets[0].bytes = 4096
+        assert "does not hold" in await refused(sender, worker, none, shipment)
+        unverified = changed()
+        unverified.checksum_algorithm = UNVERIFIED
+        assert "without checksums" in await refused(sender, worker, unverified, shipment)
+        alone = changed()
+        alone.tensors[0].changed = False
+        assert "no parent" in await refused(sender, worker, alone, shipment)
+        sender.courier.close()
+
+
+@pytest.mark.parametrize("fault", ["flipped", "reordered", "shifted", "zeroed", "of another version"])
+async def test_NCL_10_bytes_that_are_not_the_manifests_are_refused_by_all_and_the_old_version_serves(
+    tmp_path: Path, fault: str
+) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 3) as workers:
+        sender = Sender()
+        await sender.publish(workers, 0)
+        shipment = sender.pack(1)
+        buckets = [bucket.clone() for bucket in sender.buckets(shipment)]
+        if fault == "flipped":
+            buckets[0][-4000] ^= 1
+        elif fault == "reordered":
+            rows = buckets[0].view(-1, 4096)
+            buckets[0] = rows[torch.arange(len(rows)).roll(1)].reshape(-1)
+        elif fault == "shifted":
+            buckets[0] = buckets[0].roll(4)
+        elif fault == "zeroed":
+            buckets[0] = torch.zeros_like(buckets[0])
+        else:
+            other = Sender()
+            buckets = other.buckets(other.pack(7, whole=True))[-len(buckets) :]
+        outcomes = await sender.stage(workers, shipment, buckets)
+        for worker in workers:
+            outcome = outcomes[worker.id]
+            assert isinstance(outcome, OmnifleetError) and "checksum" in outcome.message
+            assert worker.holds(0) and worker.version.number == 0
+            with pytest.raises(OmnifleetError, match="is staged here"):
+                await worker.client.commit(
+                    shipment.version.manifest_digest, InFlight.KEEP, deadline_s=DEADLINE_S
+                )
+        await sender.publish(workers, 1)
+        assert all(worker.holds(1) for worker in workers), "the retry heals"
         sender.courier.close()

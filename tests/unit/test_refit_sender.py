@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from omnifleet.auth import OPEN
-from omnifleet.client.fleet import FleetView, WorkerView, view_to_wire
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.types import WeightVersion, WorkerState
-from omnifleet.wire import fleet_pb2, fleet_pb2_grpc, refit_pb2, refit_pb2_grpc
+from omnifleet.types import WeightVersion
+from omnifleet.wire import fleet_pb2_grpc, refit_pb2, refit_pb2_grpc
 from omnifleet.wire.codec import version_from_wire, version_to_wire
 from omnifleet.wire.manifest import bucket_checksum, bucket_starts, manifest_digest
 from omnifleet.wire.server import serving
 from omnifleet_trainer.refit.release import first_release, next_release
 from omnifleet_trainer.refit.sender import RefitSender
 from omnifleet_trainer.refit.transfer import PREFIX, Transfer, pack, raw_tensor, sweep
+from tests.refit_registry import Registry
 
 Weights = dict[str, np.ndarray[Any, Any]]
 BASE = WeightVersion("", "base", 0)
@@ -107,47 +107,6 @@ class Worker(refit_pb2_grpc.RefitServicer):
     async def Abort(self, request: Any, context: Any) -> refit_pb2.AbortReply:
         self.staged = None
         return refit_pb2.AbortReply(version=version_to_wire(self.version))
-
-
-class Registry(fleet_pb2_grpc.FleetServicer):
-    """Shows the workers as they are; `target` is what was announced."""
-
-    def __init__(self) -> None:
-        self.workers: dict[str, Worker] = {}
-        self.target: WeightVersion | None = None
-        self.announced: list[int] = []
-        self._moved = asyncio.Event()
-
-    def moved(self) -> None:
-        self._moved.set()
-        self._moved = asyncio.Event()
-
-    def _view(self) -> fleet_pb2.ListReply:
-        workers = [
-            WorkerView(
-                w.id,
-                grpc_address=w.address,
-                state=WorkerState.STALE if w.fenced else WorkerState.CATCHING_UP,
-                version=w.version,
-            )
-            for w in self.workers.values()
-        ]
-        return view_to_wire(FleetView(workers, len(workers), self.target, 0))
-
-    async def List(self, request: Any, context: Any) -> fleet_pb2.ListReply:
-        return self._view()
-
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[fleet_pb2.ListReply]:
-        while True:
-            moved = self._moved
-            yield self._view()
-            await moved.wait()
-
-    async def AnnounceVersion(self, request: Any, context: Any) -> fleet_pb2.AnnounceVersionReply:
-        self.target = version_from_wire(request.version)
-        self.announced.append(self.target.number)
-        self.moved()
-        return fleet_pb2.AnnounceVersionReply(revision=1)
 
 
 @dataclass

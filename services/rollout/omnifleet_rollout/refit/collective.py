@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from omnifleet.errors import Reason, retryable
+from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet_rollout.refit.buckets import Memory, Verification, cut, layout
 from omnifleet_rollout.refit.group import Group, Seat, join
 
@@ -34,11 +34,16 @@ class Collective:
         self._cancelled = False
         group = self._join(seat)
         verification = Verification(body)
+        try:
+            with group.stream():
+                for bucket, data in zip(buckets, buffers, strict=True):
+                    group.broadcast(data, deadline)
+                    verification.queue(bucket, data)
+                group.finish(deadline)
+        except OmnifleetError:
+            self._memory.release()  # a broken group may still write into it
+            raise
         with group.stream():
-            for bucket, data in zip(buckets, buffers, strict=True):
-                group.broadcast(data, deadline)
-                verification.queue(bucket, data)
-            group.finish(deadline)
             verification.check()
         return cut(buckets, buffers)
 

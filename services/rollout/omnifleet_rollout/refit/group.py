@@ -24,6 +24,8 @@ from omnifleet.errors import OmnifleetError, Reason, retryable
 
 SENDER = 0
 _LOOK_S = 0.0005
+_ABANDONED: list[tuple[Any, Any]] = []
+"""Groups with an operation that still waits for a peer, until it runs into its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Seat:
 class Group:
     """Broadcasts from the sender. Not thread-safe, but for `abort`."""
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         """Meet all ranks at the store, then connect. Raises UNAVAILABLE if they don't come in the store's time."""
         self._device = device
         self._events: list[Any] = []
@@ -68,7 +70,7 @@ class Group:
         try:
             store.set(f"here/{rank}", "1")
             store.wait([f"here/{other}" for other in range(size)])
-            self._backend = _backend(store, rank, size, device)
+            self._backend = _backend(store, rank, size, device, timedelta(seconds=timeout_s))
         except dist.DistError as error:
             raise retryable(Reason.UNAVAILABLE, f"rank {rank} of {size} met nobody: {error}") from error
         self._stream = _new_stream(device)
@@ -89,9 +91,8 @@ class Group:
         with self._failures(deadline):
             work = self._backend.broadcast([bucket], options)
             if self._stream is None:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            else:
-                work.wait()  # the stream waits, not we
+                self._see_through(work, deadline)
+            work.wait()  # on CUDA the stream waits, not we
 
     def finish(self, deadline: float) -> None:
         """Wait until everything queued is done. Raises UNAVAILABLE if the group broke, DEADLINE; it is aborted then."""
@@ -101,9 +102,7 @@ class Group:
         done.record(self._stream)
         with self._failures(deadline):
             while not done.query():  # type: ignore[no-untyped-call]
-                if self._aborted or time.monotonic() > deadline:
-                    raise RuntimeError("aborted" if self._aborted else "out of time")
-                time.sleep(_LOOK_S)
+                self._look(deadline)
             if self._aborted:
                 raise RuntimeError("aborted")
 
@@ -117,6 +116,21 @@ class Group:
     def broken(self) -> bool:
         """True once aborted."""
         return self._aborted
+
+    def _see_through(self, work: Any, deadline: float) -> None:
+        """Gloo neither ends an operation at an abort nor lets go of its group before: such a group is left to itself."""
+        _ABANDONED[:] = [entry for entry in _ABANDONED if not entry[1].is_completed()]
+        while not work.is_completed():
+            try:
+                self._look(deadline)
+            except RuntimeError:
+                _ABANDONED.append((self._backend, work))
+                raise
+
+    def _look(self, deadline: float) -> None:
+        if self._aborted or time.monotonic() > deadline:
+            raise RuntimeError("aborted" if self._aborted else "out of time")
+        time.sleep(_LOOK_S)
 
     @contextmanager
     def _failures(self, deadline: float) -> Iterator[None]:
@@ -139,16 +153,16 @@ def join(seat: Seat, offset: int, device: torch.device) -> Group:
         raise retryable(
             Reason.UNAVAILABLE, f"the sender at {seat.host}:{seat.port} is gone: {error}"
         ) from error
-    return Group(PrefixStore(seat.name, store), seat.rank + offset, seat.size, device)
+    return Group(PrefixStore(seat.name, store), seat.rank + offset, seat.size, device, seat.deadline_s)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def _backend(store: Store, rank: int, size: int, device: torch.device) -> Any:
+def _backend(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(minutes=10))
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(minutes=10)
     with torch.cuda.device(device), _no_watchdog_kills():

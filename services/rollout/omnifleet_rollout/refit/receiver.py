@@ -83,7 +83,7 @@ class Receiver:
         """Run one step to its end, unbroken by the caller's cancellation. Raises CONFLICT if another one runs."""
         task = asyncio.create_task(self._locked(step, what), name=f"refit {what}")
         self._steps.add(task)  # the loop alone would not keep a step alive whose caller went away
-        task.add_done_callback(self._steps.discard)
+        task.add_done_callback(self._ended)
         try:
             async with asyncio.timeout(deadline_s or None):
                 return await asyncio.shield(task)
@@ -91,6 +91,12 @@ class Receiver:
             raise retryable(
                 Reason.DEADLINE, f"{what} took longer than {deadline_s:.1f} s and goes on"
             ) from None
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        """A step whose caller is gone fails unheard, but for the log."""
+        self._steps.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("%s: %s", task.get_name(), error)
 
     async def _locked(self, step: Callable[[], Awaitable[Result]], what: str) -> Result:
         if self._busy.locked():

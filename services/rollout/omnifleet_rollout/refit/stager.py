@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.wire.manifest import UNVERIFIED, json_digest
 from omnifleet_rollout.refit import ipc
 from omnifleet_rollout.refit.background import Background
@@ -75,9 +75,9 @@ class Stager:
         self._stage = Background(lambda: self._receive(body, source), self._collective.cancel)
 
     def poll(self) -> int | None:
-        """Bytes staged, or None while the stage runs. Raises what it raised."""
+        """Bytes staged, or None while the stage runs. Raises what it raised; UNAVAILABLE if it was dropped meanwhile."""
         if self._stage is None:
-            raise rejected("nothing is being staged here")
+            raise retryable(Reason.UNAVAILABLE, "the stage was dropped")
         if self._stage.running:
             return None
         try:

@@ -53,7 +53,7 @@ class Weights:
             self._committed = {n: t for n, t in self._committed.items() if n not in self.shadow}
         else:
             self._by_plan -= self.shadow.keys()
-            self._committed.update({n: t.cpu() if t.is_cuda else t for n, t in self.shadow.items()})
+            self._committed.update({name: _own(tensor) for name, tensor in self.shadow.items()})
         self.shadow = {}
 
     def _files(self) -> Mapping[str, Path]:
@@ -67,6 +67,13 @@ class Weights:
             with safe_open(file, framework="pt") as source:
                 places.update(dict.fromkeys(source.keys(), file))
         return places
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, and not a window of a buffer that the next refit writes into."""
+    if tensor.is_cuda:
+        return tensor.cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _read(file: Path, name: str) -> torch.Tensor:

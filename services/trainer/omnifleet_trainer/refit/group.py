@@ -25,6 +25,8 @@ from omnifleet.errors import Reason, retryable
 
 SENDER = 0
 _LOOK_S = 0.0005
+_ABANDONED: list[tuple[Any, Any]] = []
+"""Groups with an operation that still waits for a peer, until it runs into its timeout."""
 
 
 class Meeting:
@@ -65,7 +67,7 @@ class Group:
         try:
             store.set(f"here/{rank}", "1")
             store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=timeout_s))
-            self._backend = _backend(store, rank, size, device)
+            self._backend = _backend(store, rank, size, device, timedelta(seconds=timeout_s))
         except dist.DistError as error:
             raise retryable(Reason.UNAVAILABLE, f"not all {size} ranks came: {error}") from error
         self._stream = _new_stream(device)
@@ -88,9 +90,8 @@ class Group:
         with self._failures(deadline):
             work = self._backend.broadcast([bucket], options)
             if self._stream is None:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            else:
-                work.wait()  # the stream waits, not we
+                self._see_through(work, deadline)
+            work.wait()  # on CUDA the stream waits, not we
 
     def finish(self, deadline: float) -> None:
         """Wait until everything queued is sent. Raises UNAVAILABLE if the group broke, DEADLINE; it is aborted then."""
@@ -100,9 +101,7 @@ class Group:
         done.record(self._stream)
         with self._failures(deadline):
             while not done.query():  # type: ignore[no-untyped-call]
-                if self._aborted or time.monotonic() > deadline:
-                    raise RuntimeError("aborted" if self._aborted else "out of time")
-                time.sleep(_LOOK_S)
+                self._look(deadline)
             if self._aborted:
                 raise RuntimeError("aborted")
 
@@ -116,6 +115,21 @@ class Group:
     def broken(self) -> bool:
         """True once aborted."""
         return self._aborted
+
+    def _see_through(self, work: Any, deadline: float) -> None:
+        """Gloo neither ends an operation at an abort nor lets go of its group before: such a group is left to itself."""
+        _ABANDONED[:] = [entry for entry in _ABANDONED if not entry[1].is_completed()]
+        while not work.is_completed():
+            try:
+                self._look(deadline)
+            except RuntimeError:
+                _ABANDONED.append((self._backend, work))
+                raise
+
+    def _look(self, deadline: float) -> None:
+        if self._aborted or time.monotonic() > deadline:
+            raise RuntimeError("aborted" if self._aborted else "out of time")
+        time.sleep(_LOOK_S)
 
     @contextmanager
     def _failures(self, deadline: float) -> Iterator[None]:
@@ -133,9 +147,9 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def _backend(store: Store, rank: int, size: int, device: torch.device) -> Any:
+def _backend(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(minutes=10))
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(minutes=10)
     with torch.cuda.device(device), _no_watchdog_kills():
