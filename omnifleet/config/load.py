@@ -25,7 +25,14 @@ def resolve_recipe_path(name: str) -> Path:
         for candidate in (folder / name, folder / f"{name}.yaml"):
             if candidate.is_file():
                 return candidate
-    known = sorted({p.stem for folder in folders[1:] if folder.is_dir() for p in folder.glob("*.yaml")})
+    known = sorted(
+        {
+            p.relative_to(folder).with_suffix("").as_posix()
+            for folder in folders[1:]
+            if folder.is_dir()
+            for p in folder.rglob("*.yaml")
+        }
+    )
     raise invalid(f"recipe {name!r} not found; known: {', '.join(known)}", reason=Reason.INVALID_CONFIG)
 
 
