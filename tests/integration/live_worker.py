@@ -39,6 +39,7 @@ ENGINE = {
     "dtype": "float32",
     "max_model_len": 1024,
     "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
     "kv_cache_memory_bytes": 64 << 20,
     "block_size": 32,
     "threads": 1,

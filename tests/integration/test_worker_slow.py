@@ -23,9 +23,9 @@ from omnifleet_rollout.fleet.registry import Registry
 from omnifleet_rollout.fleet.service import Fleet, FleetServicer
 from omnifleet_rollout.fleet.store import FleetStore
 
-BUSY_S = 6
+BUSY_S = 5
 """How long a test keeps a worker from its event loop: well over DEAD_S."""
-DEAD_S = 2.0
+DEAD_S = 1.5
 WORKER = f"""
 import asyncio, ctypes, signal
 from pathlib import Path
@@ -56,7 +56,7 @@ async def worker(run_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
 @asynccontextmanager
 async def fleet_at(run_dir: Path) -> AsyncIterator[FleetClient]:
     """The registry alone, as a gateway would serve it, with little patience."""
-    registry = Registry(time.monotonic, heartbeat_s=0.1, suspect_after_s=0.6, dead_after_s=DEAD_S)
+    registry = Registry(time.monotonic, heartbeat_s=0.1, suspect_after_s=0.5, dead_after_s=DEAD_S)
     store = FleetStore(run_dir / "fleet.sqlite")
     fleet = Fleet(registry, store, look_every_s=0.1)
     tokens = load_tokens(run_dir)

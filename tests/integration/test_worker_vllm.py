@@ -12,7 +12,7 @@ import pytest
 from omnifleet.client.rollout import Done, Tokens
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import image_token_id, read_image_processor, video_token_id
-from omnifleet.types import FinishReason, Sampling
+from omnifleet.types import FinishReason, Sample, Sampling
 from omnifleet.wire import refit_pb2, rollout_pb2
 from omnifleet.wire.codec import media_to_wire, sampling_to_wire, version_from_wire
 from tests.integration.live_worker import (
@@ -277,6 +277,54 @@ async def test_a_prompt_that_is_too_long_is_refused(live: Live) -> None:
                 prompt_token_ids=[5] * 2000, sampling=Sampling(), identity=WHO, deadline_s=20
             )
         assert refused.value.reason is Reason.PROMPT_TOO_LONG
+
+
+async def test_a_seeded_prompt_that_is_computed_in_pieces_is_sampled_as_in_one(live: Live) -> None:
+    """The first time in two pieces, then from the prefix cache: the token that vLLM throws away must not move the stream."""
+    async with live.clients() as on:
+        prompt = [50 + i * i % 150 for i in range(900)]
+        assert len(prompt) > ENGINE["max_num_batched_tokens"]
+        replies = [
+            await on.rollout.generate(
+                prompt_token_ids=prompt,
+                sampling=Sampling(max_tokens=12, seed=5, ignore_eos=True),
+                identity=WHO,
+                deadline_s=60,
+            )
+            for _ in range(2)
+        ]
+        first, second = (reply.samples[0] for reply in replies)
+        assert second.cached_prompt_tokens > 0
+        assert first.token_ids == second.token_ids
+
+
+async def test_LPR_04_a_stop_string_ends_text_tokens_and_logprobs_together(live: Live) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(live.model)
+    async with live.clients() as on:
+
+        async def ask(stop: tuple[str, ...]) -> Sample:
+            reply = await on.rollout.generate(
+                prompt_token_ids=[40, 42, 43],
+                sampling=Sampling(max_tokens=60, seed=9, ignore_eos=True, stop=stop),
+                identity=WHO,
+                deadline_s=60,
+                return_text=True,
+            )
+            return reply.samples[0]
+
+        whole = await ask(())
+        starts = (i for i in range(5, len(whole.text) - 2) if whole.text.find(whole.text[i : i + 2]) == i)
+        at = next(i for i in starts if whole.text[: i + 2].isascii())
+        stop = whole.text[at : at + 2]
+        cut = await ask((stop,))
+        assert cut.finish_reason is FinishReason.STOP
+        assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < 60
+        assert len(cut.logprobs) == len(cut.token_ids)
+        said = tokenizer.decode(cut.token_ids)
+        assert cut.text == said[: said.index(stop)] == whole.text[:at]
+        assert stop not in tokenizer.decode(cut.token_ids[:-1]), "no token after the one that completed it"
 
 
 async def test_tied_embeddings_are_refitted_and_a_kill_leaves_no_orphan(tmp_path: Path, shm: Path) -> None:
