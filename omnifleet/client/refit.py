@@ -149,6 +149,14 @@ class RefitClient:
             version_from_wire(reply.version), reply.gate_seconds, reply.in_flight, reply.tensors_loaded
         )
 
+    async def quarantine(self, reason: str, *, deadline_s: float = CALL_S) -> WeightVersion:
+        """Have the worker serve nothing until a complete refit; returns the version that it held. Idempotent."""
+        with remote_errors():
+            reply = await self._stub.Quarantine(
+                refit_pb2.QuarantineRequest(reason=reason), timeout=deadline_s
+            )
+        return version_from_wire(reply.version)
+
     async def abort(
         self, manifest_digest: str = "", reason: str = "", *, deadline_s: float = CALL_S
     ) -> WeightVersion:

@@ -179,3 +179,15 @@ class AbortReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.WeightVersion
     def __init__(self, version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+
+class QuarantineRequest(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class QuarantineReply(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: _common_pb2.WeightVersion
+    def __init__(self, version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ...) -> None: ...

@@ -60,6 +60,11 @@ class RefitStub:
                 request_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.AbortRequest.SerializeToString,
                 response_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.AbortReply.FromString,
                 _registered_method=True)
+        self.Quarantine = channel.unary_unary(
+                '/omnifleet.v1alpha.Refit/Quarantine',
+                request_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineRequest.SerializeToString,
+                response_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineReply.FromString,
+                _registered_method=True)
 
 
 class RefitServicer:
@@ -99,6 +104,13 @@ class RefitServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Quarantine(self, request, context):
+        """The weights are not what they should be: the worker serves nothing until a complete refit. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RefitServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +138,11 @@ def add_RefitServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.AbortRequest.FromString,
                     response_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.AbortReply.SerializeToString,
+            ),
+            'Quarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quarantine,
+                    request_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineRequest.FromString,
+                    response_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +280,33 @@ class Refit:
             '/omnifleet.v1alpha.Refit/Abort',
             omnifleet_dot_v1alpha_dot_refit__pb2.AbortRequest.SerializeToString,
             omnifleet_dot_v1alpha_dot_refit__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omnifleet.v1alpha.Refit/Quarantine',
+            omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineRequest.SerializeToString,
+            omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineReply.FromString,
             options,
             channel_credentials,
             insecure,

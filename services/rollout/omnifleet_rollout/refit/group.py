@@ -24,6 +24,9 @@ from omnifleet.errors import OmnifleetError, Reason, retryable
 
 SENDER = 0
 _LOOK_S = 0.0005
+_MEET_LOOK_S = 0.005
+CALLED_OFF = "off"
+"""Key by which the sender ends a meeting that will not come about."""
 _ABANDONED: list[tuple[Any, Any]] = []
 """Groups with an operation that still waits for a peer, until it runs into its timeout."""
 
@@ -68,10 +71,9 @@ class Group:
         self._events: list[Any] = []
         self._aborted = False
         try:
-            store.set(f"here/{rank}", "1")
-            store.wait([f"here/{other}" for other in range(size)])
+            _meet(store, rank, size, timeout_s)
             self._backend = _backend(store, rank, size, device, timedelta(seconds=timeout_s))
-        except dist.DistError as error:
+        except RuntimeError as error:
             raise retryable(Reason.UNAVAILABLE, f"rank {rank} of {size} met nobody: {error}") from error
         self._stream = _new_stream(device)
 
@@ -154,6 +156,16 @@ def join(seat: Seat, offset: int, device: torch.device) -> Group:
             Reason.UNAVAILABLE, f"the sender at {seat.host}:{seat.port} is gone: {error}"
         ) from error
     return Group(PrefixStore(seat.name, store), seat.rank + offset, seat.size, device, seat.deadline_s)
+
+
+def _meet(store: Store, rank: int, size: int, timeout_s: float) -> None:
+    """Wait until all are at the store. Raises RuntimeError if they don't come in time, or the meeting is called off."""
+    deadline = time.monotonic() + timeout_s
+    store.set(f"here/{rank}", "1")
+    while not store.check([f"here/{other}" for other in range(size)]):
+        if store.check([CALLED_OFF]) or time.monotonic() > deadline:
+            raise RuntimeError("called off, or not in time")
+        time.sleep(_MEET_LOOK_S)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:

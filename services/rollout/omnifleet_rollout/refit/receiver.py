@@ -79,6 +79,15 @@ class Receiver:
                 return self._standing.version
         return await self._alone(lambda: self._abort(digest), 0.0, "abort")
 
+    async def quarantine(self, reason: str) -> WeightVersion:
+        """Serve nothing from now on until a complete refit: running requests end with FENCED. Idempotent."""
+        if not self._standing.fence:
+            self._standing.raise_fence(reason)
+            self._counters.add("refits_quarantined")
+            log.error("quarantined: %s", reason)
+            await self._quietly(self._engine.abort(self._gate.end(Ending.FENCED)), "abort")
+        return self._standing.version
+
     async def _alone(self, step: Callable[[], Awaitable[Result]], deadline_s: float, what: str) -> Result:
         """Run one step to its end, unbroken by the caller's cancellation. Raises CONFLICT if another one runs."""
         task = asyncio.create_task(self._locked(step, what), name=f"refit {what}")
@@ -129,7 +138,8 @@ class Receiver:
         if not claimed.run or not claimed.lineage:
             raise rejected("the manifest's version needs a run and a lineage")
         current = self._standing.version
-        if claimed.same_lineage(current) and claimed.number < current.number:
+        behind = claimed.same_lineage(current) and claimed.number < current.number
+        if behind and not self._standing.fence:
             raise rejected(f"{claimed} is older than {current}; going back takes a new lineage")
         if manifest.HasField("parent"):
             parent = version_from_wire(manifest.parent)

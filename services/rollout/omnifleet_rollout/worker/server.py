@@ -154,6 +154,14 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
             tensors_loaded=done.tensors_loaded,
         )
 
+    async def Quarantine(
+        self, request: refit_pb2.QuarantineRequest, context: Any
+    ) -> refit_pb2.QuarantineReply:
+        """See the contract."""
+        return refit_pb2.QuarantineReply(
+            version=version_to_wire(await self._receiver.quarantine(request.reason))
+        )
+
     async def Abort(self, request: refit_pb2.AbortRequest, context: Any) -> refit_pb2.AbortReply:
         """See the contract."""
         return refit_pb2.AbortReply(

@@ -128,6 +128,8 @@ class Courier:
 
     async def _break(self, orders: Mapping[str, Order], stages: Mapping[str, asyncio.Task[str]]) -> None:
         """End the waiting of all members: with NCCL one's abort is not felt by the others."""
+        if self._group is None and self._name:
+            self._meeting.call_off(self._name)
         self.close()
         self._name = ""
         waiting = [orders[id].client for id, stage in stages.items() if not stage.done()]

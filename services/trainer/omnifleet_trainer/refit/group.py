@@ -25,6 +25,9 @@ from omnifleet.errors import Reason, retryable
 
 SENDER = 0
 _LOOK_S = 0.0005
+_MEET_LOOK_S = 0.005
+CALLED_OFF = "off"
+"""Key by which the sender ends a meeting that will not come about."""
 _ABANDONED: list[tuple[Any, Any]] = []
 """Groups with an operation that still waits for a peer, until it runs into its timeout."""
 
@@ -52,6 +55,10 @@ class Meeting:
         """Meet `size` - 1 receivers under `name`. Blocks. Raises UNAVAILABLE if they don't come in time."""
         return Group(PrefixStore(name, self._store), SENDER, size, device, timeout_s)
 
+    def call_off(self, name: str) -> None:
+        """Nobody waits for the group of this name any more."""
+        PrefixStore(name, self._store).set(CALLED_OFF, "1")
+
     @staticmethod
     def new_name() -> str:
         """For a membership: never the same again."""
@@ -65,10 +72,9 @@ class Group:
         self._device = device
         self._aborted = False
         try:
-            store.set(f"here/{rank}", "1")
-            store.wait([f"here/{other}" for other in range(size)], timedelta(seconds=timeout_s))
+            _meet(store, rank, size, timeout_s)
             self._backend = _backend(store, rank, size, device, timedelta(seconds=timeout_s))
-        except dist.DistError as error:
+        except RuntimeError as error:
             raise retryable(Reason.UNAVAILABLE, f"not all {size} ranks came: {error}") from error
         self._stream = _new_stream(device)
 
@@ -141,6 +147,16 @@ class Group:
             raise retryable(
                 Reason.DEADLINE if late else Reason.UNAVAILABLE, f"the refit's group broke: {error}"
             ) from error
+
+
+def _meet(store: Store, rank: int, size: int, timeout_s: float) -> None:
+    """Wait until all are at the store. Raises RuntimeError if they don't come in time, or the meeting is called off."""
+    deadline = time.monotonic() + timeout_s
+    store.set(f"here/{rank}", "1")
+    while not store.check([f"here/{other}" for other in range(size)]):
+        if store.check([CALLED_OFF]) or time.monotonic() > deadline:
+            raise RuntimeError("called off, or not in time")
+        time.sleep(_MEET_LOOK_S)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
