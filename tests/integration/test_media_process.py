@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -154,7 +156,7 @@ async def test_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(3, (40, 30)))
     where = ("--run-dir", str(tmp_path))
     async with service(tmp_path):
-        await peer(tmp_path, "media", deadline_s=30)
+        await peer(tmp_path, "media", deadline_s=60)
         code, text = await run("put", str(tmp_path / "a.png"), "--durable", *where)
         assert code == 0, text
         digest = text.split()[0]
@@ -166,10 +168,72 @@ async def test_the_command_line(tmp_path: Path) -> None:
         assert (code, "40x30" in text, "shared_memory" in text) == (0, True, True), text
         code, text = await run("verify", *where)
         assert (code, text) == (0, "checked 3 blobs, 0 corrupt\n")
+        code, text = await run("gc", "--target-bytes", "1MB", "--dry-run", *where)
+        assert (code, text) == (0, "would free 0 bytes (0 B): 0 entries, 0 orphans\n")
         code, text = await run("gc", "--target-bytes", "0", *where)
         assert (code, text.startswith("freed ")) == (0, True), text
         code, text = await run("stat", digest, *where)
         assert (code, "not_found" in text, "Traceback" in text) == (2, True, False), text
+
+
+async def test_a_folder_is_put_and_read_back(tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    (folder / "deep").mkdir(parents=True)
+    for seed in range(6):
+        (folder / "deep" / f"{seed}.png").write_bytes(png(seed % 3, (40, 30)))
+    (folder / "notes.txt").write_text("no picture")
+    (folder / ".hidden.png").write_bytes(png(9))
+    where = ("--run-dir", str(tmp_path))
+    async with service(tmp_path):
+        await peer(tmp_path, "media", deadline_s=60)
+        code, text = await run("put", str(folder), "--json", "--lease", "me", "-j", "2", *where)
+        assert code == 1, text
+        lines = text.splitlines()
+        stored = [json.loads(line) for line in lines if line.startswith("{")]
+        assert {Path(one["name"]).name for one in stored} == {f"{seed}.png" for seed in range(6)}
+        assert sum(one["new"] for one in stored) == len({one["digest"] for one in stored}) == 3
+        assert all(one["lease"] for one in stored)
+        assert [line for line in lines if "notes.txt: invalid_media" in line]
+        assert lines[-1].startswith("6 stored (3 new), 1 refused")
+        code, text = await run("get", stored[0]["digest"], "--all", "-o", str(tmp_path / "out"), *where)
+        assert (code, [path.name for path in (tmp_path / "out").iterdir()]) == (0, ["00000.png"]), text
+        code, text = await run(
+            "get", stored[0]["source_digest"], "--source", "-o", str(tmp_path / "s"), *where
+        )
+        seed = int(re.sub(r".*(\d)\.png", r"\1", stored[0]["name"]))
+        assert (code, (tmp_path / "s").read_bytes()) == (0, png(seed % 3, (40, 30))), text
+        code, text = await run("stat", *where)
+        assert code == 0, text
+        assert re.search(r"^dedup ratio +2\.00 ", text, re.MULTILINE), text
+        assert re.search(r"^alias hit rate +50\.0%", text, re.MULTILINE), text
+        assert re.search(r"^media_put +6 +21\.6 kB +10\.8 kB +[\d.]+ kB +0\.500$", text, re.MULTILINE), text
+        code, text = await run("stat", "--json", *where)
+        assert json.loads(text)["counters"]["payload_counts/media_put/calls"] == 6
+
+
+async def test_the_browse_link_opens_the_page_once(tmp_path: Path) -> None:
+    async with service(tmp_path), httpx.AsyncClient(follow_redirects=True, timeout=60) as browser:
+        await peer(tmp_path, "media", deadline_s=60)
+        code, text = await run("browse", "--run-dir", str(tmp_path))
+        assert code == 0, text
+        assert load_tokens(tmp_path).secret(Scope.ENV) not in text
+        page = await browser.get(text.strip())
+        assert (page.status_code, "Nothing is stored yet" in page.text) == (200, True)
+        browser.cookies.clear()
+        assert (await browser.get(text.strip())).status_code == 401
+
+
+async def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
+    for arguments, words in (
+        (("put", "a.png"), "--run-dir FOLDER"),
+        (
+            ("put", str(tmp_path / "absent.png"), "--address", "127.0.0.1:1", "--timeout", "0.2"),
+            "unavailable",
+        ),
+        (("stat", "--run-dir", str(tmp_path / "nowhere")), "invalid_config"),
+    ):
+        code, text = await run(*arguments)
+        assert (code, words in text, text.count("\n"), "Traceback" in text) == (2, True, 1, False), text
 
 
 async def test_a_taken_port_and_a_bad_setting_are_one_line(tmp_path: Path) -> None:
