@@ -69,6 +69,7 @@ async def http_serving(app: FastAPI, listen: str, *, knob: str) -> AsyncIterator
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host.strip("[]"), int(port)))
+        sock.listen(2048)  # from here on a connection waits instead of being refused while the server starts
     except OSError as error:
         sock.close()
         raise OmnifleetError(
