@@ -38,8 +38,9 @@ class WandbSink:
         self._log(step, {path.parent.name: self._wandb.Image(str(path))})
 
     def close(self) -> None:
-        """See `Sink`."""
+        """See `Sink`. `finish` returns before the last records are on disk; the end of W&B's own process does not."""
         self._run.finish()
+        self._wandb.teardown()
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         try:
