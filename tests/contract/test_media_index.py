@@ -11,7 +11,7 @@ import pytest
 
 from omnifleet.types import Digest, Lease, MediaKind
 from omnifleet_media.address.manifest import MediaObject
-from omnifleet_media.index.port import BlobName, Entry, Index, Kind, SegmentRecord, Unit
+from omnifleet_media.index.port import BlobName, Claim, Entry, Index, Kind, SegmentRecord, Unit
 from omnifleet_media.index.redis import RedisIndex
 from omnifleet_media.index.sqlite import SqliteIndex
 from tests.support_redis import RedisServer, redis_server
@@ -210,15 +210,19 @@ async def test_the_most_recently_used_objects_come_first(index: Index) -> None:
 
 
 async def test_one_owner_flies_and_a_dead_one_is_followed(index: Index) -> None:
-    assert await index.take_flight(KEY, "a", 1000, 0)
-    assert await index.take_flight(KEY, "a", 2000, 500)  # prolonged
-    assert not await index.take_flight(KEY, "b", 3000, 1500)
+    assert await index.take_flight(KEY, "a", 1000, 0) is Claim.OURS
+    assert await index.take_flight(KEY, "a", 2000, 500) is Claim.OURS  # prolonged
+    assert await index.take_flight(KEY, "b", 3000, 1500) is Claim.OTHERS
     await index.end_flight(KEY, "b")  # not b's
-    assert not await index.take_flight(KEY, "b", 3000, 1500)
+    assert await index.take_flight(KEY, "b", 3000, 1500) is Claim.OTHERS
     await index.end_flight(KEY, "a")
-    assert await index.take_flight(KEY, "b", 2020, 2000)
+    assert await index.take_flight(KEY, "b", 2020, 2000) is Claim.OURS
     await asyncio.sleep(0.05)  # Redis ends a flight by its own clock
-    assert await index.take_flight(KEY, "c", 3000, 2020)
+    await index.write_segment(SEGMENT, 1)
+    assert await index.take_flight(KEY, "c", 3000, 2020) is Claim.KNOWN
+    await index.write_object(PICTURE, ALIAS, 1, (SOURCE, 7))
+    assert await index.take_flight(ALIAS, "c", 3000, 2020) is Claim.KNOWN
+    assert await index.has_source(SOURCE)
 
 
 async def test_a_store_is_known_once_it_is_marked(index: Index) -> None:

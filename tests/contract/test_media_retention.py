@@ -78,7 +78,7 @@ async def test_a_lease_that_has_ended_is_not_renewed(tmp_path: Path) -> None:
 async def test_collection_removes_orphans_and_says_so_before(tmp_path: Path) -> None:
     async with served(tmp_path) as client:
         ref = await client.put_image(png(0, SIZE), "run")
-        orphan = tmp_path / "media" / "blobs" / "frame" / "ab" / "ab" / ("ab" * 32)
+        orphan = tmp_path / "media" / "blobs" / "frame" / "ab" / ("ab" * 32)
         orphan.parent.mkdir(parents=True)
         orphan.write_bytes(bytes(10))
         looked = await client.collect(1 << 30, dry_run=True)

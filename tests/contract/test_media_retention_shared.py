@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,10 +176,10 @@ async def test_an_evictor_waits_for_a_writer_that_relies_on_a_shared_frame(
         written, go_on = asyncio.Event(), asyncio.Event()
         real = one.index.write_object
 
-        async def late(item: MediaObject, alias: Digest | None, used_ms: int) -> None:
+        async def late(item: MediaObject, *rest: Any) -> None:
             written.set()
             await go_on.wait()
-            await real(item, alias, used_ms)
+            await real(item, *rest)
 
         monkeypatch.setattr(one.index, "write_object", late)
         writing = asyncio.create_task(put(one, 1))  # the frame is there: it is not written again

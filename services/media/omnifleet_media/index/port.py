@@ -62,6 +62,14 @@ class SegmentRecord:
     content: Digest
 
 
+class Claim(StrEnum):
+    """Answer to a claim. known: it is ours, but the index has an alias or a segment under this key: look again."""
+
+    OTHERS = "others"
+    OURS = "ours"
+    KNOWN = "known"
+
+
 class Index(Protocol):
     """Every method is one atomic step. Times are Unix milliseconds. A lost connection raises UNAVAILABLE, retryable."""
 
@@ -83,8 +91,10 @@ class Index(Protocol):
     async def write_source(self, source: Digest, size: int, used_ms: int) -> None:
         """Record a stored source of `size` bytes; again is harmless."""
 
-    async def write_object(self, item: MediaObject, alias: Digest | None, used_ms: int) -> None:
-        """Record an object, its frames and, if there is one, an alias; again is harmless."""
+    async def write_object(
+        self, item: MediaObject, alias: Digest | None, used_ms: int, source: tuple[Digest, int] | None = None
+    ) -> None:
+        """Record an object, its frames and, if given, an alias and a stored source (digest, bytes); again is harmless."""
 
     async def write_segment(self, record: SegmentRecord, used_ms: int) -> None:
         """Record a segment; again is harmless."""
@@ -129,8 +139,8 @@ class Index(Protocol):
     async def forget(self, entry: Entry, now_ms: int) -> list[BlobName] | None:
         """Remove a unit and answer the blobs that nothing refers to any more; None if it is leased or gone."""
 
-    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> bool:
-        """Claim the making of `key` until `expires_ms`, or prolong one's own claim; False while another's holds."""
+    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> Claim:
+        """Claim the making of `key` until `expires_ms`, or prolong one's own claim, unless another's holds."""
         ...
 
     async def end_flight(self, key: Digest, owner: str) -> None:

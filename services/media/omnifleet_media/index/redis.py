@@ -22,7 +22,7 @@ from omnifleet.types import Digest, Lease
 from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index import scripts
 from omnifleet_media.index.codec import object_facts, object_from
-from omnifleet_media.index.port import BlobName, Entry, Kind, SegmentRecord, Unit
+from omnifleet_media.index.port import BlobName, Claim, Entry, Kind, SegmentRecord, Unit
 
 log = logging.getLogger("omnifleet.media")
 
@@ -191,13 +191,15 @@ class RedisIndex:
     async def write_source(self, source: Digest, size: int, used_ms: int) -> None:
         await self._run(scripts.WRITE_SOURCE, source, size, used_ms)
 
-    async def write_object(self, item: MediaObject, alias: Digest | None, used_ms: int) -> None:
+    async def write_object(
+        self, item: MediaObject, alias: Digest | None, used_ms: int, source: tuple[Digest, int] | None = None
+    ) -> None:
         shape = f"{item.height} {item.width}"
         frames = dict.fromkeys(item.frames)
         body = json.dumps(object_facts(item), separators=(",", ":"))
-        await self._run(
-            scripts.WRITE_OBJECT, item.digest, alias or "", body, shape, used_ms, item.bytes, *frames
-        )
+        name, size = source or ("", 0)
+        facts = (item.digest, alias or "", body, shape, used_ms, item.bytes, name, size)
+        await self._run(scripts.WRITE_OBJECT, *facts, *frames)
 
     async def write_segment(self, record: SegmentRecord, used_ms: int) -> None:
         body = json.dumps(asdict(record))
@@ -266,8 +268,8 @@ class RedisIndex:
 
     # ------------------------------------------------------------------ flights and stores
 
-    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> bool:
-        return bool(await self._run(scripts.TAKE_FLIGHT, key, owner, max(expires_ms - now_ms, 1)))
+    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> Claim:
+        return Claim(await self._run(scripts.TAKE_FLIGHT, key, owner, max(expires_ms - now_ms, 1)))
 
     async def end_flight(self, key: Digest, owner: str) -> None:
         await self._run(scripts.END_FLIGHT, key, owner)

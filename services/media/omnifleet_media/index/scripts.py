@@ -47,7 +47,11 @@ if alias ~= '' then
   redis.call('SET', p..'a:'..alias, media)
   redis.call('HSET', p..'o:'..media, 'a:'..alias, '')
 end
-for i = 8, #ARGV do redis.call('HSET', p..'f:'..ARGV[i], media, shape) end
+if ARGV[8] ~= '' then
+  redis.call('SET', p..'s:'..ARGV[8], ARGV[9])
+  redis.call('ZADD', p..'use:source', 'GT', used, ARGV[8])
+end
+for i = 10, #ARGV do redis.call('HSET', p..'f:'..ARGV[i], media, shape) end
 redis.call('ZADD', p..'use:object', 'GT', used, media)
 """
 
@@ -181,9 +185,9 @@ return names
 TAKE_FLIGHT = """
 local key = p..'w:'..ARGV[2]
 local owner = redis.call('GET', key)
-if owner and owner ~= ARGV[3] then return 0 end
+if owner and owner ~= ARGV[3] then return 'others' end
 redis.call('SET', key, ARGV[3], 'PX', ARGV[4])
-return 1
+return redis.call('EXISTS', p..'a:'..ARGV[2], p..'g:'..ARGV[2]) > 0 and 'known' or 'ours'
 """
 
 END_FLIGHT = """

@@ -15,7 +15,7 @@ from typing import TypeVar
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Digest, Lease, MediaKind
 from omnifleet_media.address.manifest import MediaObject
-from omnifleet_media.index.port import BlobName, Entry, Kind, SegmentRecord, Unit
+from omnifleet_media.index.port import BlobName, Claim, Entry, Kind, SegmentRecord, Unit
 
 Answer = TypeVar("Answer")
 
@@ -83,6 +83,9 @@ _OWNERS = {
     Kind.SOURCE: ":digest",
     Kind.SEGMENT: ":digest, (SELECT media FROM segments WHERE key = :digest)",
 }
+_KNOWN = (
+    "SELECT EXISTS (SELECT 1 FROM aliases WHERE alias = ?1) OR EXISTS (SELECT 1 FROM segments WHERE key = ?1)"
+)
 _SIZES_HELD = """
 SELECT DISTINCT leased.digest, COALESCE(objects.bytes, segments.bytes, sources.bytes, 0)
 FROM leases JOIN leased ON lease = id
@@ -208,15 +211,11 @@ class SqliteIndex:
     # ------------------------------------------------------------------ writes
 
     async def write_source(self, source: Digest, size: int, used_ms: int) -> None:
-        await self._write(
-            lambda db: db.execute(
-                "INSERT INTO sources VALUES (?, ?, ?)"
-                " ON CONFLICT DO UPDATE SET used_ms = MAX(used_ms, excluded.used_ms), bytes = excluded.bytes",
-                (source, used_ms, size),
-            )
-        )
+        await self._write(lambda db: _write_source(db, source, size, used_ms))
 
-    async def write_object(self, item: MediaObject, alias: Digest | None, used_ms: int) -> None:
+    async def write_object(
+        self, item: MediaObject, alias: Digest | None, used_ms: int, source: tuple[Digest, int] | None = None
+    ) -> None:
         media = item.digest
         row = (
             media,
@@ -235,6 +234,8 @@ class SqliteIndex:
                 (*row, used_ms, item.bytes),
             )
             db.executemany("INSERT OR IGNORE INTO frames VALUES (?, ?, ?)", frames)
+            if source is not None:
+                _write_source(db, *source, used_ms)
             if alias is not None:
                 db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?)", (alias, media))
 
@@ -366,13 +367,13 @@ class SqliteIndex:
 
     # ------------------------------------------------------------------ flights and stores
 
-    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> bool:
-        def step(db: sqlite3.Connection) -> bool:
+    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> Claim:
+        def step(db: sqlite3.Connection) -> Claim:
             row = db.execute("SELECT owner, expires_ms FROM flights WHERE key = ?", (key,)).fetchone()
             if row is not None and row[0] != owner and row[1] > now_ms:
-                return False
+                return Claim.OTHERS
             db.execute("INSERT OR REPLACE INTO flights VALUES (?, ?, ?)", (key, owner, expires_ms))
-            return True
+            return Claim.KNOWN if db.execute(_KNOWN, (key,)).fetchone()[0] else Claim.OURS
 
         return await self._write(step)
 
@@ -404,6 +405,14 @@ class SqliteIndex:
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
+
+
+def _write_source(db: sqlite3.Connection, source: Digest, size: int, used_ms: int) -> None:
+    db.execute(
+        "INSERT INTO sources VALUES (?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET used_ms = MAX(used_ms, excluded.used_ms), bytes = excluded.bytes",
+        (source, used_ms, size),
+    )
 
 
 def _exists(db: sqlite3.Connection, digest: Digest) -> bool:

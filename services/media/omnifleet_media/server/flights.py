@@ -11,12 +11,11 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import TypeVar
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Digest
-from omnifleet_media.index.port import Index
+from omnifleet_media.index.port import Claim, Index
 from omnifleet_media.server.retention import now_ms
 
 Value = TypeVar("Value")
@@ -37,6 +36,9 @@ class Flights:
         self._index = index
         self._owner = uuid.uuid4().hex
         self._claim_ms = claim_ms
+        self._renew_s = min(_RENEW_S, claim_ms / 4000)
+        self._renewing: dict[Digest, asyncio.TimerHandle] = {}
+        self._prolonging: dict[Digest, asyncio.Task[None]] = {}
 
     async def find_or_make(
         self,
@@ -53,8 +55,9 @@ class Flights:
             found = await find()
             if found is not None:
                 return found, False
-            if await self._claim(key):
-                return await self._fly(key, find, make)
+            claim = await self._claim(key)
+            if claim is not Claim.OTHERS:
+                return await self._fly(key, find if claim is Claim.KNOWN else None, make)
             if time.monotonic() >= end:
                 raise retryable(
                     Reason.OVERLOADED, f"another service has been making {key} for {_PATIENCE_S:.0f} s"
@@ -65,32 +68,36 @@ class Flights:
     async def _fly(
         self,
         key: Digest,
-        find: Callable[[], Awaitable[Value | None]],
+        find_again: Callable[[], Awaitable[Value | None]] | None,
         make: Callable[[], Awaitable[Value]],
     ) -> tuple[Value, bool]:
-        renewing = asyncio.create_task(self._keep_claim(key))
+        renewing = asyncio.get_running_loop().call_later(self._renew_s, self._keep_claim, key)
+        self._renewing[key] = renewing
         try:
-            found = await find()  # another may have finished between our look and our claim
-            if found is not None:
+            found = await find_again() if find_again else None
+            if found is not None:  # another had finished between our look and our claim
                 return found, False
             return await make(), True
         finally:
-            renewing.cancel()
-            with suppress(asyncio.CancelledError):
-                await renewing
+            self._renewing.pop(key).cancel()
+            if (prolonging := self._prolonging.pop(key, None)) is not None:
+                await asyncio.wait((prolonging,))  # it must not bring the claim back
             await self._give_up(key)
 
-    async def _claim(self, key: Digest) -> bool:
+    async def _claim(self, key: Digest) -> Claim:
         now = now_ms()
         return await self._index.take_flight(key, self._owner, now + self._claim_ms, now)
 
-    async def _keep_claim(self, key: Digest) -> None:
-        while True:
-            await asyncio.sleep(min(_RENEW_S, self._claim_ms / 4000))
-            try:
-                await self._claim(key)
-            except OmnifleetError as error:
-                log.warning("a claim could not be prolonged: %s", error)
+    def _keep_claim(self, key: Digest) -> None:
+        loop = asyncio.get_running_loop()
+        self._renewing[key] = loop.call_later(self._renew_s, self._keep_claim, key)
+        self._prolonging[key] = loop.create_task(self._prolong(key))
+
+    async def _prolong(self, key: Digest) -> None:
+        try:
+            await self._claim(key)
+        except OmnifleetError as error:
+            log.warning("a claim could not be prolonged: %s", error)
 
     async def _give_up(self, key: Digest) -> None:
         try:

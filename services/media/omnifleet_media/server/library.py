@@ -203,8 +203,8 @@ class Library:
         return _Made(item, len(new), sum(new))
 
     async def _index_object(self, record: Record) -> None:
-        await self.index.write_source(record.source, record.source_bytes, now_ms())
-        await self.index.write_object(record.item, record.alias, now_ms())
+        source = (record.source, record.source_bytes)
+        await self.index.write_object(record.item, record.alias, now_ms(), source)
 
     async def _make_durable(self, item: MediaObject, source: Digest) -> None:
         blobs = [*_object_blobs(item), source_blob(source)]
@@ -269,9 +269,9 @@ class Library:
         async with self.store.gate.writing():
             if not await self.holds(_object_blobs(record.item)):
                 return None
-            if await self.holds([source_blob(record.source)]):
-                await self.index.write_source(record.source, record.source_bytes, now_ms())
-            await self.index.write_object(record.item, record.alias, now_ms())
+            has_source = await self.holds([source_blob(record.source)])
+            source = (record.source, record.source_bytes) if has_source else None
+            await self.index.write_object(record.item, record.alias, now_ms(), source)
         self.counters.add("objects_restored")
         return record.item
 

@@ -1,4 +1,4 @@
-"""The disk tier: ROOT/KIND/aa/bb/DIGEST, linked into place, read-only. Several processes may use it at once."""
+"""The disk tier: ROOT/KIND/aa/DIGEST, linked into place, read-only. Several processes may use it at once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DiskTier:
 
     def path(self, kind: str, digest: Digest) -> Path:
         """Where a blob is, if it is there."""
-        return self._root / kind / digest[:2] / digest[2:4] / digest
+        return self._root / kind / digest[:2] / digest
 
     def has(self, blob: Blob) -> bool:
         """Whether the blob's file is there; its bytes are checked when they are read."""
@@ -95,7 +95,7 @@ class DiskTier:
     def sync(self, blob: Blob) -> None:
         """Make a stored blob survive a power cut: the file and the folders that lead to it."""
         path = self.path(*blob.key)
-        for step in (path, *path.parents[:4]):
+        for step in (path, *path.parents[:3]):
             sync_path(step)
 
     def open(self, blob: Blob) -> memoryview:
@@ -137,9 +137,8 @@ class DiskTier:
             if kind.name == _SCRATCH_DIR or (only and kind.name != only):
                 continue
             for first in _folders(kind.path):
-                for second in _folders(first.path):
-                    for name, found in _files(second.path):
-                        yield kind.name, Digest(name), found.st_size
+                for name, found in _files(first.path):
+                    yield kind.name, Digest(name), found.st_size
 
     def oldest(self) -> list[tuple[str, Digest, int]]:
         """(kind, digest, bytes) of every blob on disk, longest unread first."""
