@@ -32,10 +32,7 @@ def importance_weights(prev: Tensor, generation: Tensor, mask: Tensor, objective
     Level `token`: w_t = exp(p_t - g_t). Level `sequence`: w = exp(Σ_t (p_t - g_t)) for all tokens of the sample.
     """
     gap = masked((prev - generation).detach(), mask)
-    level = objective.weight_level or ("token" if objective.ratio == "token" else "sequence")
-    if objective.truncation == "seq-mask-tis":
-        level = "token"
-    log_weight = gap.sum(-1, keepdim=True).expand_as(gap) if level == "sequence" else gap
+    log_weight = gap.sum(-1, keepdim=True).expand_as(gap) if _of_sequences(objective) else gap
     weights = torch.nan_to_num(torch.exp(log_weight), nan=0.0, posinf=0.0, neginf=0.0)
     low, high = objective.truncation_min, objective.truncation_max
     match objective.truncation:
@@ -54,9 +51,15 @@ def weight_sums(weights: Tensor, mask: Tensor, objective: ObjectiveConfig) -> tu
 
     Source of dividing by that mean: verl's rollout-correction notes, self-normalised importance sampling.
     """
-    level = objective.weight_level or ("token" if objective.ratio == "token" else "sequence")
-    if level == "sequence" and objective.truncation != "seq-mask-tis":
+    if _of_sequences(objective):
         rows = mask.sum(-1) > 0
         per_sample = (weights * mask).sum(-1) / mask.sum(-1).clamp(min=1)
         return float(per_sample[rows].sum()), float(rows.sum())
     return float((weights * mask).sum()), float(mask.sum())
+
+
+def _of_sequences(objective: ObjectiveConfig) -> bool:
+    """Whether all tokens of a sample have one weight; `seq-mask-tis` keeps plain token weights."""
+    if objective.truncation == "seq-mask-tis":
+        return False
+    return (objective.weight_level or ("token" if objective.ratio == "token" else "sequence")) == "sequence"
