@@ -115,14 +115,15 @@ class Bench:
             await asyncio.sleep(0.1)
         raise SystemExit(f"{name} did not come up:\n" + (self.folder / f"{name}.log").read_text()[-4000:])
 
-    async def pictures(self, media: MediaClient) -> list[MediaRef]:
-        """Distinct pictures of noise."""
+    async def pictures(self, media: str) -> list[MediaRef]:
+        """Distinct pictures of noise, put into the media service at this address."""
         refs = []
-        for seed in range(self.options.pictures):
-            pixels = np.random.default_rng(seed).integers(0, 256, (112, 168, 3), np.uint8)
-            out = io.BytesIO()
-            Image.fromarray(pixels).save(out, "PNG")
-            refs.append(await media.put_image(out.getvalue(), "bench"))
+        async with MediaClient.open(media, self.secret(Scope.SERVICE)) as client:
+            for seed in range(self.options.pictures):
+                pixels = np.random.default_rng(seed).integers(0, 256, (112, 168, 3), np.uint8)
+                out = io.BytesIO()
+                Image.fromarray(pixels).save(out, "PNG")
+                refs.append(await client.put_image(out.getvalue(), "bench"))
         return refs
 
     async def measure(self, way: str, ask: Ask, pictures: Sequence[MediaRef]) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Bench:
         return {"way": way, "tokens_per_s": statistics.median(rates), "round_s": statistics.median(seconds)}
 
 
-async def in_process(bench: Bench, media_address: str, pictures: Sequence[MediaRef]) -> dict[str, Any]:
+async def in_process(bench: Bench, media_address: str) -> dict[str, Any]:
     """The adapter in this process: no wire of ours."""
     from omnifleet_rollout.engine.port import EngineRequest
     from omnifleet_rollout.engine.vllm_engine import VllmEngine
@@ -154,7 +155,7 @@ async def in_process(bench: Bench, media_address: str, pictures: Sequence[MediaR
 
     config = RolloutConfig(engine=EngineConfig(**bench.engine))
     engine = VllmEngine(bench.model, config, find_media=find_media, secret=bench.secret(Scope.SERVICE))
-    await engine.start()
+    await engine.start()  # before any gRPC here: on CPU the engine's process is forked from this one
     print(f"engine: {engine.facts.info}", file=sys.stderr)
 
     async def ask(seed: int, ref: MediaRef) -> int:
@@ -167,7 +168,7 @@ async def in_process(bench: Bench, media_address: str, pictures: Sequence[MediaR
         return count
 
     try:
-        return await bench.measure("in process", ask, pictures)
+        return await bench.measure("in process", ask, await bench.pictures(media_address))
     finally:
         await engine.shutdown()
 
@@ -201,9 +202,8 @@ async def until_ready(bench: Bench, gateway: str) -> None:
 async def run(bench: Bench) -> list[dict[str, Any]]:
     rows = []
     async with bench.process("omnifleet_media", "app", "media") as media:
-        async with MediaClient.open(media, bench.secret(Scope.SERVICE)) as client:
-            pictures = await bench.pictures(client)
-        rows.append(await in_process(bench, media, pictures))
+        rows.append(await in_process(bench, media))
+        pictures = await bench.pictures(media)
         model = ("--model", str(bench.model))
         async with (
             bench.process("omnifleet_rollout", "gateway_app", "gateway") as gateway,

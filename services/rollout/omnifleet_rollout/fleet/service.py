@@ -105,7 +105,9 @@ class Fleet:
             self.registry.spare(view.id)
         else:
             self.registry.bury(view.id)
-            log.warning("worker %s: %s", view.id, getattr(self.registry.worker(view.id), "note", ""))
+            after = self.registry.worker(view.id)
+            if after is not None and after.state.gone:
+                log.warning("worker %s is %s: %s", view.id, after.state, after.note)
         self._publish_or_log()
 
     def _publish_or_log(self) -> None:
