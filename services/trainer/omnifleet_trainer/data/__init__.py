@@ -10,14 +10,18 @@ from pathlib import Path
 
 from omnifleet.config.recipe import SplitConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
-from omnifleet_trainer.data.clevr import load_clevr_cogent, load_synthetic_clevr
+from omnifleet_trainer.data.clevr import load_clevr_cogent, load_clevr_folder, load_synthetic_clevr
 from omnifleet_trainer.data.custom import CustomRows
+from omnifleet_trainer.data.geometry3k import load_geometry3k
 from omnifleet_trainer.data.mixture import Mixture
+from omnifleet_trainer.data.mmpr_tiny import load_mmpr_tiny
+from omnifleet_trainer.data.refcoco import load_refcoco
 from omnifleet_trainer.data.rows import PromptRow, blank_pictures, shuffle_pictures
 from omnifleet_trainer.data.tables import open_table
 
 __all__ = [
     "DATASETS",
+    "LOCAL_SETS",
     "Mixture",
     "PromptRow",
     "blank_pictures",
@@ -31,6 +35,13 @@ DATASETS: dict[str, Callable[[str, int, int | None], Sequence[PromptRow]]] = {
     "synthetic-clevr": load_synthetic_clevr,
     "clevr-cogent": load_clevr_cogent,
 }
+LOCAL_SETS: dict[str, Callable[[Path, str, int], Sequence[PromptRow]]] = {
+    "clevr-cogent": load_clevr_folder,
+    "geometry3k": load_geometry3k,
+    "mmpr-tiny": load_mmpr_tiny,
+    "refcoco": load_refcoco,
+}
+"""Sets of a known schema in a folder on disk."""
 
 
 def load_rows(name: str, split: str, *, seed: int = 0, size: int | None = None) -> Sequence[PromptRow]:
@@ -40,7 +51,8 @@ def load_rows(name: str, split: str, *, seed: int = 0, size: int | None = None) 
     libraries are not there.
     """
     if name not in DATASETS:
-        raise invalid(f"unknown dataset {name!r}; known: {', '.join(sorted(DATASETS))}", knob="data.name")
+        known = ", ".join(sorted({*DATASETS, *LOCAL_SETS, "custom"}))
+        raise invalid(f"unknown dataset {name!r}; known: {known}", knob="data.name")
     if size is not None and size < 1:
         raise invalid(f"dataset size must be at least 1, not {size}", knob="data.size")
     return DATASETS[name](split, seed, size)
@@ -49,11 +61,18 @@ def load_rows(name: str, split: str, *, seed: int = 0, size: int | None = None) 
 def load_split(split: SplitConfig, *, seed: int, size: int | None = None) -> Sequence[PromptRow]:
     """The rows of one set of a recipe; `size` where the recipe says none. Raises what `load_rows` and tables raise."""
     size = split.size or size
+    if split.dataset in LOCAL_SETS and split.path is not None:
+        rows = LOCAL_SETS[split.dataset](split.path, split.split, seed)
+        return rows if size is None else rows[:size]
+    if split.dataset in LOCAL_SETS.keys() - DATASETS.keys():
+        raise invalid(f"dataset {split.dataset} needs the folder that holds it", knob="data.train.path")
+    if split.dataset != "custom" and split.path is not None:
+        raise invalid(f"dataset {split.dataset} takes no path", knob="data.train.path")
     if split.path is None:
         return load_rows(split.dataset, split.split, seed=seed, size=size)
     table = open_table(split.path, split.split)
     folder = split.path if split.path.is_dir() else split.path.parent
-    rows = CustomRows(
+    own = CustomRows(
         table,
         prefix=f"{split.task_name}/{split.split}",
         columns=split.columns,
@@ -61,7 +80,7 @@ def load_split(split: SplitConfig, *, seed: int, size: int | None = None) -> Seq
         task=split.task_name,
         folder=folder,
     )
-    return rows if size is None else rows[:size]
+    return own if size is None else own[:size]
 
 
 def load_mixture(splits: Sequence[SplitConfig], *, seed: int, size: int | None = None) -> Sequence[PromptRow]:
