@@ -197,10 +197,17 @@ async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
                 done = time.monotonic()
                 await asyncio.sleep(0.2)
                 gap = child.gap()
+                child.order("load_ms")
+                load_ms = child.read()["ms"]
                 parent = commit.version
-                line = f"{child.size} {'verified' if verified else 'unverified'} {number}: pack {packed * 1e3:.1f} ms, "
-                line += f"stage {(staged - began) * 1e3:.1f}, commit {(done - staged) * 1e3:.1f}, gap {gap * 1e3:.1f} ms"
-                print(f"{line}, {shipment.bytes / 1e9 / (done - began):.1f} GB/s", flush=True)
+                kind = "verified" if verified else "unverified"
+                rate = shipment.bytes / 1e9 / (done - began)
+                parts = {"pack": packed, "stage": staged - began, "commit": done - staged, "gap": gap}
+                shown = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in parts.items())
+                print(
+                    f"{child.size} {kind} {number}: {shown}, load {load_ms:.1f} ms, {rate:.1f} GB/s",
+                    flush=True,
+                )
                 taken.append((packed, done - began, done - staged, gap))
             del snapshot
             torch.cuda.empty_cache()

@@ -53,10 +53,11 @@ class Load:
 
 
 class Orders:
-    """gap: reset and tell; stock_init: meet the trainer; stock: one refit of vLLM's own packed NCCL engine."""
+    """gap: reset and tell; load_ms: of the last commit, inside;
+    stock_init: meet the trainer; stock: one refit of vLLM's own packed NCCL engine."""
 
     def __init__(self, engine: VllmEngine, load: Load, out: Any) -> None:
-        self._llm, self._load, self._out = engine._llm, load, out
+        self._engine, self._llm, self._load, self._out = engine, engine._llm, load, out
 
     def say(self, **answer: Any) -> None:
         """Answer."""
@@ -66,6 +67,10 @@ class Orders:
     async def gap(self, order: dict[str, Any]) -> None:
         """See the class."""
         self.say(gap=self._load.gap(), tokens=self._load.tokens)
+
+    async def load_ms(self, order: dict[str, Any]) -> None:
+        """See the class."""
+        self.say(ms=(await self._engine._rpc("omni_counters"))["last_load_ms"])
 
     async def stock_init(self, order: dict[str, Any]) -> None:
         """See the class."""

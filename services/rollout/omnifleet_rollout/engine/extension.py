@@ -18,6 +18,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.vllm_launch import vllm_version
 from omnifleet_rollout.refit.buckets import DTYPES
+from omnifleet_rollout.refit.notice import tell_at
 from omnifleet_rollout.refit.plan import NotPlannable, Plan, record, state_digests
 from omnifleet_rollout.refit.stager import Stager
 from omnifleet_rollout.refit.weights import Weights
@@ -42,13 +43,12 @@ class OmnifleetExtension:
         """Look for the seams and start counting. Call once, before any request."""
         return _answer(self._omni_ready)
 
-    def omni_stage(self, manifest_json: str, source: str) -> str:
-        """Check a manifest against our table and start to receive into the shadow, beside the engine's steps."""
-        return _answer(lambda: self._omni_stager.begin(manifest_json, source))
+    def omni_stage(self, manifest_json: str, source: str, notices: str) -> str:
+        """Check a manifest against our table and start to receive into the shadow, beside the engine's steps.
 
-    def omni_staged(self) -> str:
-        """Whether the stage is done; its bytes, or its refusal."""
-        return _answer(lambda: {"bytes": self._omni_stager.poll()})
+        notices: address of the socket that is told how it ended.
+        """
+        return _answer(lambda: self._omni_stager.begin(manifest_json, source, tell_at(notices)))
 
     def omni_commit(self, manifest_digest: str) -> str:
         """Load the shadow. One call, so no engine step sees half of it."""
@@ -96,8 +96,12 @@ class OmnifleetExtension:
             log.warning("refits take the loader path: %s", error)
             return None
 
-    def _omni_counters(self) -> dict[str, int]:
-        return {"encoder_items": self._omni_encoded, "refits_by_plan": self._omni_stager.refits_by_plan}
+    def _omni_counters(self) -> dict[str, float]:
+        return {
+            "encoder_items": self._omni_encoded,
+            "refits_by_plan": self._omni_stager.refits_by_plan,
+            "last_load_ms": self._omni_stager.last_load_s * 1000,
+        }
 
     def _omni_count(self, items: int) -> None:
         self._omni_encoded += items

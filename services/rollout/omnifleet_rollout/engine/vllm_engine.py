@@ -31,6 +31,7 @@ from omnifleet_rollout.engine.port import (
 from omnifleet_rollout.engine.vllm_compat import check, look
 from omnifleet_rollout.engine.vllm_launch import launch, set_environment, vllm_version
 from omnifleet_rollout.engine.vllm_media import PromptMedia
+from omnifleet_rollout.refit.notice import Notices
 
 log = logging.getLogger("omnifleet.rollout.engine")
 Result = TypeVar("Result")
@@ -38,7 +39,6 @@ _RPC_S = 300.0
 _PAUSE_S = 60.0
 """A step of the engine, and what waits for it: a pause is done after the step that runs."""
 _COUNTERS_EVERY_S = 1.0
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.05
 _TURNS = 50
 _BAN = -100.0
 """vLLM's strongest logit bias: exp(-100) is nothing in float32."""
@@ -310,14 +310,9 @@ class VllmEngine:
 
     async def stage(self, manifest_json: str, source: str) -> int:
         """Receive, verify, keep in the shadow, beside the engine's steps. See `Engine.stage`."""
-        await self._rpc("omni_stage", manifest_json, source)
-        pause = _FIRST_LOOK_S
-        while True:
-            sizes = [body["bytes"] for body in await self._rpc_all("omni_staged")]
-            if None not in sizes:
-                return int(sizes[0])
-            await asyncio.sleep(pause)
-            pause = min(1.2 * pause, _LAST_LOOK_S)
+        with Notices.open() as notices:
+            await self._rpc("omni_stage", manifest_json, source, notices.address)
+            return (await notices.all(self.facts.ranks, self.alive))[0]
 
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool

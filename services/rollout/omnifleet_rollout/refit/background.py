@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
+_TURN_S = 0.0002
 
 
 class Background(Generic[Result]):
     """One piece of work that has begun."""
 
-    def __init__(self, work: Callable[[], Result], cancel: Callable[[], None]) -> None:
-        self._work, self._cancel = work, cancel
+    def __init__(
+        self,
+        work: Callable[[], Result],
+        cancel: Callable[[], None],
+        done: Callable[[Result | Exception], None] = lambda result: None,
+    ) -> None:
+        """done: called on the thread, as the last thing, with the result or the error."""
+        self._work, self._cancel, self._done = work, cancel, done
+        self._over = threading.Event()
         self._result: Result | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="refit stage", daemon=True)
@@ -22,11 +31,11 @@ class Background(Generic[Result]):
     @property
     def running(self) -> bool:
         """False once there is a result, or an error."""
-        return self._thread.is_alive()
+        return not self._over.is_set()
 
     def result(self) -> Result:
         """What the work made; raises what it raised. Only when it no longer runs."""
-        self._thread.join()
+        self._over.wait()
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -40,7 +49,14 @@ class Background(Generic[Result]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        # The engine's thread is busy with Python between its kernels: at the usual 5 ms a turn, each of our calls waits so long.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_TURN_S)
         try:
             self._result = self._work()
         except Exception as error:  # noqa: BLE001  handed to whoever asks for the result
             self._error = error
+        finally:
+            sys.setswitchinterval(before)
+            self._over.set()
+        self._done(self._error or self._result)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 
 from omnifleet.wire.fold import ALGORITHM, ROW_BYTES
 from omnifleet.wire.manifest import DTYPE_BYTES, UNVERIFIED, combined_checksum
-from omnifleet_rollout.refit.fold import as_hex, fold
+from omnifleet_rollout.refit.fold import as_hex, digests, row_sums
 from omnifleet_rollout.refit.shadow import rejected
 
 DTYPES = {
@@ -106,22 +106,26 @@ class Verification:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._off = body["checksum_algorithm"] == UNVERIFIED
-        self._folds: list[tuple[Bucket, torch.Tensor]] = []
+        self._sums: list[tuple[Bucket, torch.Tensor]] = []
 
     def queue(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Fold one bucket on its device, without waiting."""
+        """Sum up one bucket on its device, without waiting."""
         if not self._off:
-            self._folds.append((bucket, fold(data, bucket.starts)))
+            self._sums.append((bucket, row_sums(data)))
 
     def check(self) -> None:
-        """Wait for the folds and compare. Raises REFIT_REJECTED, naming a tensor whose bytes differ."""
-        if not self._folds:
+        """Wait for the sums and compare digests. Raises REFIT_REJECTED, naming a tensor whose bytes differ."""
+        if not self._sums:
             return
-        rows = as_hex(torch.cat([digests for _, digests in self._folds]))
+        starts, base = [], 0
+        for bucket, _ in self._sums:
+            starts += [base + start for start in bucket.starts]
+            base += bucket.size
+        rows = as_hex(digests(torch.cat([sums for _, sums in self._sums]), starts))
         at = 0
-        for index, (bucket, digests) in enumerate(self._folds):
-            ours = rows[at : at + len(digests)]
-            at += len(digests)
+        for index, (bucket, _) in enumerate(self._sums):
+            ours = rows[at : at + len(bucket.tensors)]
+            at += len(bucket.tensors)
             for tensor, digest in zip(bucket.tensors, ours, strict=True):
                 if digest != tensor["digest"]:
                     raise rejected(f"{tensor['name']} in bucket {index} does not match its checksum")

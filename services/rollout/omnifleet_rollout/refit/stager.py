@@ -59,10 +59,14 @@ class Stager:
         self._digest, self._pairs = "", Pairs()
         self._checked = False
         self._since_check = 0
-        self.refits_by_plan = 0
+        self.refits_by_plan, self.last_load_s = 0, 0.0
 
-    def begin(self, manifest_json: str, source: str) -> None:
+    def begin(
+        self, manifest_json: str, source: str, tell: Callable[[int | OmnifleetError], None] | None = None
+    ) -> None:
         """Check the manifest and start to receive; `poll` tells when it is done. Raises REFIT_REJECTED, CONFLICT.
+
+        tell: called in the end, by the thread that receives, with the bytes staged or why not.
 
         source: path of a file in shared memory, "group://..." or "cuda-ipc:...". The weights that serve are not touched.
         """
@@ -72,7 +76,9 @@ class Stager:
         if body["checksum_algorithm"] == UNVERIFIED and UNVERIFIED_ENV not in os.environ:
             raise rejected("this worker takes nothing without checksums")
         self._digest = json_digest(manifest_json.encode())
-        self._stage = Background(lambda: self._receive(body, source), self._collective.cancel)
+        self._stage = Background(
+            lambda: self._receive(body, source), self._collective.cancel, lambda result: _report(result, tell)
+        )
 
     def poll(self) -> int | None:
         """Bytes staged, or None while the stage runs. Raises what it raised; UNAVAILABLE if it was dropped meanwhile."""
@@ -92,15 +98,18 @@ class Stager:
     def commit(self, manifest_digest: str) -> Loaded:
         """Load the shadow. Raises REFIT_REJECTED, nothing changed, if that is not what is staged; else weights may be mixed."""
         weights = self._weights
+        if self._stage is not None and not self._stage.running:
+            self.poll()
         if not manifest_digest or self._digest != manifest_digest or self._stage is not None:
             raise rejected(f"refit {manifest_digest[:12]} is not in the shadow")
         began, count = time.monotonic(), len(weights.shadow)
         with torch.no_grad():
             by_plan = self._apply()
         self.refits_by_plan += by_plan
-        weights.commit(by_plan=by_plan)
+        weights.commit(by_plan=self._plan is not None and self._checked)
         self.drop()
-        return Loaded(count, by_plan, time.monotonic() - began)
+        self.last_load_s = time.monotonic() - began
+        return Loaded(count, by_plan, self.last_load_s)
 
     def drop(self) -> None:
         """Forget the shadow, and end a stage that runs. Raises CONFLICT if it does not end."""
@@ -150,6 +159,19 @@ class Stager:
         else:
             log.info("refit plan %s: %d copies, equal to the loader's result", plan.key[:12], len(plan.moves))
         return False
+
+
+def _report(
+    result: tuple[Sources, Pairs] | Exception, tell: Callable[[int | OmnifleetError], None] | None
+) -> None:
+    if tell is None:
+        return
+    if isinstance(result, OmnifleetError):
+        tell(result)
+    elif isinstance(result, Exception):
+        tell(OmnifleetError(Reason.ENGINE_ERROR, f"the stage failed: {result!r}"))
+    else:
+        tell(sum(tensor.nbytes for tensor in result[0].values()))
 
 
 def _tensor(source: ShadowTensor) -> torch.Tensor:

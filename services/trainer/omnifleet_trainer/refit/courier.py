@@ -93,16 +93,18 @@ class Courier:
             stage = order.client.stage(order.shipment.manifest, seat, deadline_s=deadline_s)
             stages[id] = asyncio.create_task(stage)
             rank += order.ranks
+        dropped: set[str] = set()
         try:
             await asyncio.wait([sending, *stages.values()], return_when=asyncio.FIRST_EXCEPTION)
             if not sending.done() or sending.exception() is not None:
-                await self._break(orders, stages)
+                dropped = await self._break(orders, stages)
             results = await asyncio.gather(*stages.values(), return_exceptions=True)
             await asyncio.gather(sending, return_exceptions=True)
         except asyncio.CancelledError:
             await asyncio.shield(self._break(orders, stages))
             raise
-        return {id: _outcome(result) for id, result in zip(stages, results, strict=True)}
+        named = zip(stages, results, strict=True)
+        return {id: _outcome(result, dropped=id in dropped) for id, result in named}
 
     def _seat(self, ranks: Mapping[str, int]) -> None:
         """Keep the group if its members are these and it is whole, else give up on it."""
@@ -126,20 +128,24 @@ class Courier:
                 group.broadcast(bucket, deadline)
             group.finish(deadline)
 
-    async def _break(self, orders: Mapping[str, Order], stages: Mapping[str, asyncio.Task[str]]) -> None:
-        """End the waiting of all members: with NCCL one's abort is not felt by the others."""
+    async def _break(self, orders: Mapping[str, Order], stages: Mapping[str, asyncio.Task[str]]) -> set[str]:
+        """End the waiting of all members: with NCCL one's abort is not felt by the others. Returns who was told so."""
         if self._group is None and self._name:
             self._meeting.call_off(self._name)
         self.close()
         self._name = ""
-        waiting = [orders[id].client for id, stage in stages.items() if not stage.done()]
+        told = {id for id, stage in stages.items() if not stage.done()}
+        waiting = [orders[id].client for id in told]
         await asyncio.gather(
             *(client.abort(reason="the group broke", deadline_s=_PING_S) for client in waiting),
             return_exceptions=True,
         )
+        return told
 
 
-def _outcome(result: str | BaseException) -> Outcome:
+def _outcome(result: str | BaseException, *, dropped: bool) -> Outcome:
+    if isinstance(result, str) and dropped:  # it was whole a moment before it was told to drop it
+        return retryable(Reason.UNAVAILABLE, "dropped with its round")
     if isinstance(result, str | OmnifleetError):
         return result
     raise result

@@ -1,9 +1,14 @@
-"""`omnifleet.wire.fold` on the device of the weights. The rollout service has a twin; a test holds both to the definition."""
+"""`omnifleet.wire.fold` on the device of the weights. The rollout service has a twin; a test holds both to the definition.
+
+On CUDA the row sums are one fused Triton kernel (int8 tensor cores, one pass over the bytes); elsewhere, and where
+Triton is not, torch's integer GEMM, which gives the same sums slowly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -12,6 +17,9 @@ from omnifleet.wire.fold import LANES, MULTIPLIERS, ROW_BYTES, SHIFT, WORDS, fol
 
 _LEAST_ROWS = 32
 """CUDA's integer GEMM takes no fewer than 17 rows."""
+_WIDE = 16
+"""Lanes of the kernel: tensor cores take no fewer; those beyond LANES have keys of zero."""
+_BLOCK, _STEP = 64, 256
 _P1, _P2, _P3 = (p - (1 << 64) if p >> 63 else p for p in MULTIPLIERS)
 
 
@@ -21,13 +29,30 @@ def fold(bucket: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
     bucket: uint8, a multiple of ROW_BYTES long. starts: byte offset of each tensor, ascending, multiples of ROW_BYTES;
     a tensor reaches to the next one, padding of zeros included.
     """
+    return digests(row_sums(bucket), starts)
+
+
+def row_sums(bucket: torch.Tensor) -> torch.Tensor:
+    """The keyed sums of each row, int32 [rows, LANES]; the only pass over the bytes."""
     rows = bucket.numel() // ROW_BYTES
     matrix = bucket.view(torch.int8).view(rows, ROW_BYTES)
+    if bucket.is_cuda and find_spec("triton") is not None:
+        sums = torch.empty(rows, _WIDE, dtype=torch.int32, device=bucket.device)
+        from omnifleet_trainer.refit.fold_kernel import sum_rows
+
+        with torch.cuda.device(bucket.device):
+            keys = _keys(bucket.device, _WIDE)
+            sum_rows[(-(-rows // _BLOCK),)](matrix, keys, sums, rows, ROW_BYTES, _WIDE, _BLOCK, _STEP)
+        return sums[:, :LANES]
     if rows < _LEAST_ROWS:
         matrix = torch.cat([matrix, matrix.new_zeros(_LEAST_ROWS - rows, ROW_BYTES)])
-    sums = torch._int_mm(matrix, _keys(bucket.device))[:rows].contiguous()
-    words = sums.view(torch.int64)
-    places, bounds = _layout(rows, tuple(starts), bucket.device)
+    return torch._int_mm(matrix, _keys(bucket.device, LANES))[:rows]
+
+
+def digests(sums: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+    """Digests [len(starts), WORDS] from row sums, of one bucket or of several that follow each other."""
+    words = sums.contiguous().view(torch.int64)
+    places, bounds = _layout(len(words), tuple(starts), sums.device)
     z = (words ^ places) * _P2
     mixed = (z ^ ((z >> SHIFT) & ((1 << (64 - SHIFT)) - 1))) * _P3
     totals = torch.cat([mixed.new_zeros(1, WORDS), mixed.cumsum(0)])
@@ -40,11 +65,11 @@ def as_hex(digests: torch.Tensor) -> list[str]:
 
 
 @cache
-def _keys(device: torch.device) -> torch.Tensor:
-    """[ROW_BYTES, LANES], laid out by columns, as integer GEMMs want it."""
-    columns = torch.from_numpy(fold_keys().T.copy()).to(device)
-    assert columns.shape == (LANES, ROW_BYTES)
-    return columns.t()
+def _keys(device: torch.device, wide: int) -> torch.Tensor:
+    """[ROW_BYTES, wide], laid out by columns, as integer GEMMs want it."""
+    columns = torch.zeros(wide, ROW_BYTES, dtype=torch.int8)
+    columns[:LANES] = torch.from_numpy(fold_keys().T.copy())
+    return columns.to(device).t()
 
 
 @lru_cache(4096)

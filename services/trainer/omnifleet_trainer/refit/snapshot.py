@@ -22,7 +22,8 @@ from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.fold import as_hex, fold
 from omnifleet_trainer.refit.transfer import dtype_name
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 1 << 30
+"""Fewer and larger buckets: each costs the receiver's thread a few turns beside its engine's."""
 
 
 @dataclass(frozen=True, slots=True)

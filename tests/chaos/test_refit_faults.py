@@ -1,0 +1,229 @@
+"""Refits under kills, hangs and races with three and more ranks: a worker serves nothing, or one committed version, whole."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from omnifleet.client.refit import RefitClient  # noqa: E402
+from omnifleet.errors import OmnifleetError, Reason  # noqa: E402
+from omnifleet.types import InFlight  # noqa: E402
+from tests.refit_world import (  # noqa: E402
+    DEADLINE_S,
+    Remote,
+    Sender,
+    receiving,
+    run_receiver,
+    run_sender,
+    write_checkpoint,
+)
+
+pytestmark = pytest.mark.timeout(240)
+STUCK_S = 4.0
+"""Deadline of a round in which somebody hangs."""
+
+
+@pytest.fixture(scope="module")
+def spawner() -> Any:
+    """Children that are forked from a server which has imported torch, so that each starts at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.refit_world"])
+    return context
+
+
+async def said(pipe: Any, seconds: float = 120.0) -> Any:
+    """The next message of a child."""
+    async with asyncio.timeout(seconds):
+        while not pipe.poll():  # noqa: ASYNC110  pipes tell no event
+            await asyncio.sleep(0.01)
+    return pipe.recv()
+
+
+def kill(process: Any) -> None:
+    process.kill()
+    process.join(10)
+
+
+@asynccontextmanager
+async def remotes(spawner: Any, checkpoint: Path, count: int) -> AsyncIterator[list[Remote]]:
+    async with AsyncExitStack() as stack:
+        workers = []
+        for number in range(count):
+            ours, theirs = multiprocessing.Pipe()
+            process = spawner.Process(target=run_receiver, args=(str(checkpoint), f"w{number}", theirs))
+            process.start()
+            stack.callback(kill, process)
+            workers.append((f"w{number}", process, ours))
+        yield [
+            Remote(name, process, await stack.enter_async_context(RefitClient.open(await said(pipe))), pipe)
+            for name, process, pipe in workers
+        ]
+
+
+async def state(worker: Remote) -> tuple[bool, int, bool]:
+    """(fenced, version's number, the property holds)."""
+    worker.pipe.send(True)
+    answer: tuple[bool, int, bool] = await said(worker.pipe)
+    return answer
+
+
+class Hooked(list["torch.Tensor"]):
+    """Buckets; `act` is called before the last one is sent."""
+
+    def __init__(self, buckets: list[torch.Tensor], act: Callable[[], None]) -> None:
+        super().__init__(buckets)
+        self._act = act
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number, bucket in enumerate(super().__iter__()):
+            if number == len(self) - 1:
+                self._act()
+            yield bucket
+
+
+@pytest.mark.parametrize("phase", ["packed", "broadcast", "staged", "committed one"])
+async def test_a_sender_killed_in_any_phase_leaves_three_workers_whole_and_the_next_one_heals(
+    spawner: Any, tmp_path: Path, phase: str
+) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 3) as workers:
+        ours, theirs = multiprocessing.Pipe()
+        addresses = {worker.id: worker.address for worker in workers}
+        sender = spawner.Process(target=run_sender, args=(addresses, 5, phase, theirs))
+        sender.start()
+        try:
+            assert await said(ours) == phase
+        finally:
+            kill(sender)
+        assert all(worker.whole() and not worker.fenced for worker in workers)
+        at = sorted(worker.version.number for worker in workers)
+        assert at == ([0, 0, 5] if phase == "committed one" else [0, 0, 0])
+        successor = Sender("successor")
+        for worker in workers:
+            await worker.client.abort(reason="the sender is new")
+        await successor.publish(workers, 6, whole=True)
+        assert all(worker.holds(6) and worker.version.lineage == "successor" for worker in workers)
+        successor.courier.close()
+
+
+@pytest.mark.parametrize("phase", ["before", "broadcast", "staged"])
+async def test_NCL_01_a_receiver_killed_in_any_phase_is_left_out_and_the_others_commit(
+    spawner: Any, tmp_path: Path, phase: str
+) -> None:
+    async with remotes(spawner, write_checkpoint(tmp_path / "c"), 3) as workers:
+        sender, victim = Sender(), workers[1]
+        await sender.publish(workers, 0)
+        shipment = sender.pack(1)
+        if phase == "before":
+            kill(victim.process)
+        killed = Hooked(
+            sender.buckets(shipment), lambda: kill(victim.process) if phase == "broadcast" else None
+        )
+        outcomes = await sender.stage(workers, shipment, killed)
+        if phase == "staged":
+            kill(victim.process)
+        committed = []
+        for worker in workers:
+            outcome = outcomes[worker.id]
+            try:
+                if isinstance(outcome, OmnifleetError):
+                    raise outcome
+                await worker.client.commit(outcome, InFlight.KEEP, deadline_s=5.0)
+                committed.append(worker.id)
+            except OmnifleetError as error:
+                assert worker is victim and error.reason in (Reason.UNAVAILABLE, Reason.DEADLINE), error
+        assert committed == ["w0", "w2"]
+        assert [await state(w) for w in workers if w is not victim] == [(False, 1, True)] * 2
+        sender.courier.close()
+
+
+async def test_a_receiver_that_hangs_costs_the_others_a_deadline_and_catches_up_alone(
+    spawner: Any, tmp_path: Path
+) -> None:
+    async with remotes(spawner, write_checkpoint(tmp_path / "c"), 3) as workers:
+        sender, victim = Sender(), workers[2]
+        await sender.publish(workers, 0)
+        shipment = sender.pack(1)
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        outcomes = await sender.stage(workers, shipment, deadline_s=STUCK_S)
+        assert [isinstance(outcomes[w.id], str) for w in workers] == [True, True, False]
+        for worker in workers[:2]:
+            await worker.client.commit(str(outcomes[worker.id]), InFlight.KEEP, deadline_s=DEADLINE_S)
+        os.kill(victim.process.pid, signal.SIGCONT)
+        assert await state(victim) == (False, 0, True)
+        await victim.client.abort(reason="catch up")
+        alone = sender.pack(1, whole=True)
+        outcome = (await sender.stage([victim], alone))[victim.id]
+        await victim.client.commit(str(outcome), InFlight.KEEP, deadline_s=DEADLINE_S)
+        assert [await state(w) for w in workers] == [(False, 1, True)] * 3
+        sender.courier.close()
+
+
+async def test_a_load_that_breaks_half_way_fences_until_a_complete_refit(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 3, planned=False) as workers:
+        sender, victim = Sender(), workers[0]
+        await sender.publish(workers, 0)
+        victim.engine.break_at_load = True
+        shipment = sender.pack(1)
+        outcomes = await sender.stage(workers, shipment)
+        with pytest.raises(OmnifleetError) as caught:
+            await victim.client.commit(str(outcomes["w0"]), InFlight.KEEP, deadline_s=DEADLINE_S)
+        assert caught.value.reason is Reason.FENCED and victim.fenced
+        for worker in workers[1:]:
+            await worker.client.commit(str(outcomes[worker.id]), InFlight.KEEP, deadline_s=DEADLINE_S)
+            assert worker.holds(1)
+        victim.engine.break_at_load = False
+        refused = (await sender.stage([victim], sender.pack(1)))["w0"]
+        assert isinstance(refused, OmnifleetError) and "complete refit" in refused.message
+        whole = sender.pack(1, whole=True)
+        outcome = (await sender.stage([victim], whole))["w0"]
+        await victim.client.commit(str(outcome), InFlight.KEEP, deadline_s=DEADLINE_S)
+        assert victim.holds(1)
+        sender.courier.close()
+
+
+async def test_two_refits_that_race_leave_every_worker_at_one_of_them_whole(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 3) as workers:
+        one, two = Sender("one"), Sender("two")
+
+        async def race(sender: Sender, step: int) -> int:
+            shipment = sender.pack(step)
+            outcomes = await sender.stage(workers, shipment)
+            done = 0
+            for worker in workers:
+                outcome = outcomes[worker.id]
+                try:
+                    if isinstance(outcome, OmnifleetError):
+                        raise outcome
+                    await worker.client.commit(outcome, InFlight.KEEP, deadline_s=DEADLINE_S)
+                    done += 1
+                except OmnifleetError as error:
+                    assert error.reason in (
+                        Reason.CONFLICT,
+                        Reason.UNAVAILABLE,
+                        Reason.DEADLINE,
+                        Reason.REFIT_REJECTED,
+                    ), error
+                assert worker.whole()
+            return done
+
+        for step in range(4):
+            await asyncio.gather(race(one, step), race(two, 10 + step))
+            assert all(worker.whole() and not worker.fenced for worker in workers)
+        for sender in (one, two):
+            sender.courier.close()
+        for worker in workers:
+            await worker.client.abort()
+        last = Sender("last")
+        await last.publish(workers, 20, whole=True)
+        assert all(worker.holds(20) for worker in workers)
+        last.courier.close()
