@@ -14,7 +14,7 @@ import torch
 from omnifleet.config.objective import ObjectiveConfig
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.policy.mismatch import Mismatch, MismatchPlots
-from omnifleet_trainer.policy.step import needs_prev_pass
+from omnifleet_trainer.policy.passes import needs_prev_pass
 from tests.unit.step_world import Bigrams, assign, batch_of, cut, sample
 from tests.unit.test_objective_loss import OBJECTIVES
 

@@ -31,7 +31,8 @@ from omnifleet_trainer.policy.head import plain_head
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_names
 from omnifleet_trainer.policy.optimizer import Optimizer
-from omnifleet_trainer.policy.step import needs_prev_pass, response_logprobs, train_step
+from omnifleet_trainer.policy.passes import needs_prev_pass
+from omnifleet_trainer.policy.step import response_logprobs, train_step
 from omnifleet_trainer.policy.vision import Vision, media_contract
 
 _ENCODER = ("model.visual.", "visual.")
