@@ -1,0 +1,242 @@
+"""What ingest costs over decoding alone: 1,000 JPEGs and 20 H.264 clips through the service, and through bare libraries.
+
+    python bench/media/ingest.py [--processes 1] [--rounds 3]
+
+Bare: so many processes that read bytes from memory and decode them with Pillow or TorchCodec, and keep nothing. Service:
+a media service in a process of its own with so many decoder processes; a client puts the same bytes over gRPC, and each
+put is decoded, hashed, written and indexed before its acknowledgement. Rounds alternate; the best of each is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+PICTURES, CLIPS, FRAMES = 1_000, 20, 32
+WIDTH, HEIGHT = 640, 480
+CLIP_FRAMES, CLIP_FPS = 150, 30
+AHEAD = 4  # puts under way for each decoder process
+WARM_UP = 16
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--role", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.role == "serve":
+        asyncio.run(serve(arguments.folder, arguments.processes))
+    elif arguments.role:
+        decode_bare(arguments.role, arguments.processes)
+    else:
+        compare(arguments.processes, arguments.rounds)
+
+
+def compare(processes: int, rounds: int) -> None:
+    """Alternate and keep the best rate of each."""
+    sources = {"pictures": jpegs(PICTURES + WARM_UP), "clips": h264s(CLIPS + 2)}
+    best: dict[tuple[str, str], float] = {}
+    for _ in range(rounds):
+        for kind, files in sources.items():
+            rates = {"bare": bare(kind, files, processes)}
+            rates |= asyncio.run(through_service(kind, files, processes))
+            for way, rate in rates.items():
+                best[kind, way] = max(rate, best.get((kind, way), 0.0))
+    print(f"{processes} decoder process(es), {os.cpu_count()} cores, best of {rounds}")
+    print("| | bare | memory | durable | memory / bare | durable / bare |")
+    print("|---|---|---|---|---|---|")
+    for kind in sources:
+        alone, memory, durable = (best[kind, way] for way in ("bare", "memory", "durable"))
+        print(
+            f"| {kind} a second | {alone:.1f} | {memory:.1f} | {durable:.1f} | {memory / alone:.0%} | {durable / alone:.0%} |"
+        )
+
+
+# ---------------------------------------------------------------------- sources
+
+
+def jpegs(count: int) -> list[bytes]:
+    """Smooth colours with some grain, which compress about as photographs do; all different."""
+    rng, files = np.random.default_rng(0), []
+    for _ in range(count):
+        coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8)).resize(
+            (WIDTH, HEIGHT), Image.Resampling.BICUBIC
+        )
+        grain = rng.normal(0, 6, (HEIGHT, WIDTH, 1))
+        pixels = np.clip(np.asarray(coarse) + grain, 0, 255).astype(np.uint8)
+        out = io.BytesIO()
+        Image.fromarray(pixels).save(out, "JPEG", quality=90)
+        files.append(out.getvalue())
+    return files
+
+
+def h264s(count: int) -> list[bytes]:
+    """Five seconds each of a drifting picture, x264's defaults (B-frames, key frames every 250)."""
+    rng, files = np.random.default_rng(1), []
+    for _ in range(count):
+        wide = Image.fromarray(rng.integers(0, 256, (12, 24, 3), np.uint8)).resize(
+            (WIDTH + CLIP_FRAMES, HEIGHT)
+        )
+        canvas, out = np.asarray(wide), io.BytesIO()
+        with av.open(out, "w", format="mp4") as sink:
+            stream: Any = sink.add_stream("libx264", rate=Fraction(CLIP_FPS))
+            stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+            for i in range(CLIP_FRAMES):
+                frame = np.ascontiguousarray(canvas[:, i : i + WIDTH])
+                sink.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            sink.mux(stream.encode())
+        files.append(out.getvalue())
+    return files
+
+
+# ---------------------------------------------------------------------- bare
+
+
+def bare(kind: str, files: Sequence[bytes], processes: int) -> float:
+    """Files a second of `processes` processes that decode and keep nothing."""
+    command = [sys.executable, __file__, "--role", kind, "--processes", str(processes)]
+    children = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(processes)
+    ]
+    for i, child in enumerate(children):
+        assert child.stdin and child.stdout
+        for data in files[i::processes]:
+            child.stdin.write(struct.pack("<Q", len(data)) + data)
+        child.stdin.write(struct.pack("<Q", 0))
+        child.stdin.flush()
+        assert child.stdout.readline() == b"ready\n"
+    for child in children:
+        assert child.stdin
+        child.stdin.write(b"go\n")
+        child.stdin.flush()
+    spent = [float(child.communicate()[0]) for child in children]
+    return (len(files) - warm_ups(kind)) / max(spent)
+
+
+def decode_bare(kind: str, processes: int) -> None:
+    """One such process: take all bytes, warm up, wait for the word, decode, say how many seconds that took."""
+    files, read = [], sys.stdin.buffer.read
+    while size := struct.unpack("<Q", read(8))[0]:
+        files.append(read(size))
+    decode = (
+        decode_picture if kind == "pictures" else clip_decoder(max(1, (os.cpu_count() or 1) // processes))
+    )
+    first = max(1, warm_ups(kind) // processes)
+    for data in files[:first]:
+        decode(data)
+    print("ready", flush=True)
+    sys.stdin.buffer.readline()
+    started = time.perf_counter()
+    for data in files[first:]:
+        decode(data)
+    print(time.perf_counter() - started, flush=True)
+
+
+def decode_picture(data: bytes) -> Any:
+    """Pixels by Pillow alone."""
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def clip_decoder(threads: int) -> Any:
+    """Pixels of FRAMES frames by TorchCodec alone, with the settings of the service."""
+    import torch
+    from torchcodec.decoders import VideoDecoder
+
+    torch.set_num_threads(1)
+
+    def decode(data: bytes) -> Any:
+        decoder = VideoDecoder(data, dimension_order="NHWC", seek_mode="exact", num_ffmpeg_threads=threads)
+        indices = (
+            np.floor(np.linspace(0, (decoder.metadata.num_frames or 1) - 1, FRAMES)).astype(int).tolist()
+        )
+        return decoder.get_frames_at(indices=indices).data.numpy()
+
+    return decode
+
+
+def warm_ups(kind: str) -> int:
+    """Files that are not counted."""
+    return WARM_UP if kind == "pictures" else 2
+
+
+# ---------------------------------------------------------------------- the service
+
+
+async def through_service(kind: str, files: Sequence[bytes], processes: int) -> dict[str, float]:
+    """Files a second that a client puts, by kind of acknowledgement; a fresh service for each."""
+    rates = {}
+    for way in ("memory", "durable"):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable,
+                __file__,
+                "--role",
+                "serve",
+                "--folder",
+                folder,
+                "--processes",
+                str(processes),
+            ]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:  # noqa: ASYNC220
+                assert child.stdout and child.stdin
+                address = json.loads(child.stdout.readline())
+                rates[way] = await put_all(address, kind, files, processes, durable=way == "durable")
+                child.stdin.close()
+    return rates
+
+
+async def put_all(address: str, kind: str, files: Sequence[bytes], processes: int, *, durable: bool) -> float:
+    """Files a second, `AHEAD` under way for each decoder process."""
+    from omnifleet.client.media import MediaClient
+    from omnifleet.types import MediaKind
+    from omnifleet.wire import media_pb2
+
+    media_kind = MediaKind.IMAGE if kind == "pictures" else MediaKind.VIDEO
+    contract = media_pb2.DecodeContract(sampling="uniform@1", num_frames=FRAMES)
+    async with MediaClient.open(address, deadline_s=300) as client:
+
+        async def put(part: Sequence[bytes]) -> None:
+            for data in part:
+                reply = await client.put(data, "bench", kind=media_kind, contract=contract, durable=durable)
+                assert reply.decoded
+
+        first, lanes = warm_ups(kind), AHEAD * processes
+        await asyncio.gather(*(put(files[:first][i::lanes]) for i in range(lanes)))
+        started = time.perf_counter()
+        await asyncio.gather(*(put(files[first:][i::lanes]) for i in range(lanes)))
+        return (len(files) - first) / (time.perf_counter() - started)
+
+
+async def serve(folder: Path, processes: int) -> None:
+    """A media service until its input closes."""
+    from omnifleet.auth import OPEN
+    from omnifleet.config.services import MediaConfig
+    from omnifleet_media.server.run import media_service
+
+    config = MediaConfig(decoders=processes, processors=(), shared_memory=folder / "shm")
+    async with media_service(config, folder, OPEN) as running:
+        print(json.dumps(running.grpc), flush=True)
+        await asyncio.to_thread(sys.stdin.buffer.read)
+
+
+if __name__ == "__main__":
+    main()
