@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from omnifleet.types import Digest, MediaKind
@@ -12,7 +12,7 @@ from omnifleet_media.address.manifest import MediaObject
 
 def object_facts(item: MediaObject) -> dict[str, Any]:
     """All fields of an object in JSON's own types."""
-    return {**asdict(item), "facts": dict(item.facts)}
+    return {field.name: getattr(item, field.name) for field in fields(item)} | {"facts": dict(item.facts)}
 
 
 def object_from(facts: Mapping[str, Any]) -> MediaObject:

@@ -218,13 +218,11 @@ class Library:
 
         Answers the sizes of those of `pieces` that were not here before; `kept` is written with them.
         """
-        blobs = [*pieces, *kept]
-        await self.retention.make_room(
-            sum(len(data) for blob, data in blobs if not self.store.disk.has(blob))
-        )
+        new = [len(data) for blob, data in pieces if not self.store.disk.has(blob)]
+        room = sum(new) + sum(len(data) for blob, data in kept if not self.store.disk.has(blob))
+        await self.retention.make_room(room)
         async with self.store.gate.writing():
-            new = [len(data) for blob, data in pieces if not self.store.disk.has(blob)]
-            await asyncio.to_thread(self.store.write, blobs)
+            await asyncio.to_thread(self.store.write, [*pieces, *kept])
             await commit()
         return new
 

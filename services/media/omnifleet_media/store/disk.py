@@ -52,11 +52,14 @@ class DiskTier:
 
     def path(self, kind: str, digest: Digest) -> Path:
         """Where a blob is, if it is there."""
-        return self._root / kind / digest[:2] / digest
+        return Path(self._name(kind, digest))
+
+    def _name(self, kind: str, digest: Digest) -> str:
+        return f"{self._root}/{kind}/{digest[:2]}/{digest}"
 
     def has(self, blob: Blob) -> bool:
         """Whether the blob's file is there; its bytes are checked when they are read."""
-        return self.path(*blob.key).exists()
+        return os.path.exists(self._name(*blob.key))
 
     def size(self, kind: str, digest: Digest) -> int:
         """Bytes of a stored file, 0 if it is not there."""
