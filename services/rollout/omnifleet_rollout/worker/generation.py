@@ -26,7 +26,7 @@ from omnifleet.wire.codec import (
 from omnifleet_rollout.engine.port import Engine, EngineDelta, EnginePrompt, EngineRequest
 from omnifleet_rollout.worker.extras import Extras
 from omnifleet_rollout.worker.gate import Ending, Flight, Gate, ended_error
-from omnifleet_rollout.worker.mailbox import Mailbox
+from omnifleet_rollout.worker.mailbox import PACE_S, WHOLE_PACE_S, Mailbox
 from omnifleet_rollout.worker.provenance import Provenance
 
 log = logging.getLogger("omnifleet.rollout.generation")
@@ -80,7 +80,7 @@ class Generation:
             self._standing.check_bound(bound)  # before media is fetched for nothing; `enter` checks again
             call = await self._prepare(request, sampling)
             await self._gate.enter(flights, bound)
-            mailbox = Mailbox(sampling.n)
+            mailbox = Mailbox(sampling.n, WHOLE_PACE_S if request.whole_samples else PACE_S)
             for index, flight in enumerate(flights):
                 task = asyncio.create_task(self._sample(call, index, flight, mailbox))
                 task.add_done_callback(partial(self._broke_off, mailbox, index))

@@ -15,13 +15,15 @@ from omnifleet.wire.errors import to_detail
 
 PACE_S = 0.02
 """Between two chunks of a call, if none of its samples ends: each message costs its reader more than a token is worth."""
+WHOLE_PACE_S = 0.25
+"""The same where nobody reads before a sample's end; it bounds what the gateway has to make again when a worker is lost."""
 
 
 class Mailbox:
     """Bounded by what the samples may produce: n times max_tokens, in at most one pending chunk a sample."""
 
-    def __init__(self, samples: int) -> None:
-        self._running = samples
+    def __init__(self, samples: int, pace_s: float = PACE_S) -> None:
+        self._running, self._pace_s = samples, pace_s
         self._chunks: dict[int, rollout_pb2.TokenChunk] = {}
         self._ends: list[rollout_pb2.GenerateEvent] = []
         self._filled = asyncio.Event()
@@ -73,8 +75,8 @@ class Mailbox:
                 yield event
 
     async def _keep_pace(self, said: float) -> None:
-        """Wait until PACE_S after `said`, unless a sample ends before."""
-        left = said + PACE_S - time.monotonic()
+        """Wait until the pace is over since `said`, unless a sample ends before."""
+        left = said + self._pace_s - time.monotonic()
         if left <= 0:
             return
         try:
