@@ -341,6 +341,29 @@ async def test_an_unscorable_reply_gets_no_reward_and_its_prompt_is_bounded(tmp_
         assert scored and w.ledger.counts().trajectories == 0
 
 
+async def test_a_judge_that_is_away_counts_against_no_prompt_and_one_that_refuses_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    asked = 0
+
+    def away(scores: list[ItemScore]) -> list[ItemScore]:
+        nonlocal asked
+        asked += 1
+        gone = retryable(Reason.UNAVAILABLE, "the judge answered 503")
+        return [replace(s, error=gone) for s in scores] if asked % 2 and len(scores) > 1 else scores
+
+    with world(tmp_path / "away", data=rows(4), max_epochs=1, attempts_per_prompt=1, steps=2) as w:
+        w.reward.behave = away
+        await w.controller.run()
+        assert w.ledger.counts().given_up == 0 and len(w.policy.trained) == 2
+    spent = OmnifleetError(Reason.FORBIDDEN, "the budget of 10 calls is spent", knob="budget_calls")
+    with world(tmp_path / "spent", data=rows(4)) as w:
+        w.reward.behave = lambda scores: [replace(s, error=spent) for s in scores]
+        with pytest.raises(OmnifleetError, match="budget_calls"):
+            async with asyncio.timeout(60):
+                await w.controller.run()
+
+
 async def test_a_sample_of_another_prompt_is_refused_and_counted(tmp_path: Path) -> None:
     async def other_tokenizer(identity: Identity, answer: Generation) -> None:
         if identity.prompt_id == "p1":

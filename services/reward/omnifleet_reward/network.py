@@ -56,7 +56,7 @@ class Endpoints:
     async def post(self, endpoint: str, body: Mapping[str, Any], read: Read) -> Verdict:
         """What `read` makes of the answer to `body`.
 
-        Raises INVALID_REQUEST (unknown endpoint), INVALID_CONFIG (refused, e.g. the key), LIMIT_EXCEEDED (budget),
+        Raises INVALID_REQUEST (unknown endpoint), INVALID_CONFIG (refused, e.g. the key), FORBIDDEN (budget),
         OVERLOADED (queue), UNAVAILABLE (retryable), INTERNAL (an answer that means nothing).
         """
         config = self._endpoint(endpoint)
@@ -150,13 +150,13 @@ class Endpoints:
         calls, tokens = self._answers.spent(name)
         if calls >= config.budget_calls:
             raise OmnifleetError(
-                Reason.LIMIT_EXCEEDED,
+                Reason.FORBIDDEN,
                 f"endpoint {name!r}: the budget of {config.budget_calls} calls is spent",
                 knob=f"{knob}.budget_calls",
             )
         if config.budget_tokens is not None and tokens >= config.budget_tokens:
             raise OmnifleetError(
-                Reason.LIMIT_EXCEEDED,
+                Reason.FORBIDDEN,
                 f"endpoint {name!r}: the budget of {config.budget_tokens} tokens is spent",
                 knob=f"{knob}.budget_tokens",
             )

@@ -21,7 +21,7 @@ from omnifleet.types import (
     VersionBound,
 )
 from omnifleet_trainer.loop.checks import check_generation
-from omnifleet_trainer.loop.failures import Unscorable
+from omnifleet_trainer.loop.failures import FATAL, Unscorable
 from omnifleet_trainer.rendering import RenderedPrompt, Renderer
 
 if TYPE_CHECKING:
@@ -153,6 +153,8 @@ class Prompter:
         scores = await self._score_patiently(items, self._scorers_of.get(row.task, self._scorers))
         for score in scores:
             if score.error is not None:
+                if score.error.reason is Reason.UNAVAILABLE or score.error.reason in FATAL:
+                    raise score.error  # a judge that is away, refuses, or may cost no more: no fault of this reply
                 raise Unscorable(
                     score.error.reason, f"{score.id}: {score.error.message}", knob=score.error.knob
                 )
