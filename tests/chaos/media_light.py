@@ -15,7 +15,7 @@ from omnifleet.telemetry.counters import Counters
 from omnifleet.types import MediaKind
 from omnifleet_media.address.contract import DecodeContract
 from omnifleet_media.decode.request import Decoded
-from omnifleet_media.index.port import Index
+from omnifleet_media.index.port import Index, Kind
 from omnifleet_media.ingest.sniff import SourceType
 from omnifleet_media.ingest.source import Source
 from omnifleet_media.server.library import Library
@@ -56,7 +56,7 @@ def source_of(*seeds: int) -> Source:
 
 @asynccontextmanager
 async def light_library(
-    folder: Path, decoder: InstantDecoder | None = None, **settings: Any
+    folder: Path, decoder: InstantDecoder | None = None, processor: Any = None, **settings: Any
 ) -> AsyncIterator[Library]:
     """A library over FOLDER/media as the service would open it."""
     config = MediaConfig(**{"processors": (), "shared_memory": folder / "shm", **settings})
@@ -68,7 +68,7 @@ async def light_library(
         retention = Retention(store, index, config.disk_bytes, counters)
         nobody: Any = InstantDecoder()
         instant: Any = decoder or nobody
-        library = Library(config, store, index, retention, instant, nobody, counters)
+        library = Library(config, store, index, retention, instant, processor or nobody, counters)
         await library.recover()
         yield library
         await library.close()
@@ -90,8 +90,6 @@ async def everything_is_whole(library: Library) -> None:
 
 async def blobs_of(library: Library, digest: Any) -> list[Any]:
     """Manifest and frames of an object."""
-    from omnifleet_media.index.port import Kind
-
     item = await library.read(digest)
     return [
         await library.blob(Kind.MANIFEST, digest),

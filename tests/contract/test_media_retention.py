@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from omnifleet.client.media import MediaClient
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
 from omnifleet_media.address.contract import still
 from omnifleet_media.index.port import Entry, Kind, Unit
 from omnifleet_media.server.blobs import frame_blob
 from tests.chaos.media_light import FRAME_BYTES, HEIGHT, WIDTH, InstantDecoder, light_library, source_of
-from tests.contract.media_world import png, served
+from tests.contract.media_world import pixels_of, png, running, served
 
 SIZE = (100, 100)  # 30,000 bytes of pixels and about as much of source
 ROOM = 150_000  # for two of them
@@ -136,3 +137,15 @@ async def test_what_the_index_says_in_part_is_made_whole_again(tmp_path: Path) -
         assert (again.decoded, again.new_frames, again.new_bytes) == (True, 1, FRAME_BYTES)
         assert (await library.put(source_of(1), still(), durable=False)).decoded is False
         assert decoder.decodes == 2
+
+
+async def test_what_a_reader_has_mapped_outlives_its_eviction(tmp_path: Path) -> None:
+    async with running(tmp_path) as service, MediaClient.open(service.grpc, cache_bytes=0) as client:
+        ref = await client.put_image(png(0, SIZE), "run")
+        pixels = await client.frame(ref)
+        await client.collect(0)
+        assert (pixels == pixels_of(png(0, SIZE))).all()
+        with pytest.raises(OmnifleetError) as caught:
+            await client.frame(ref)
+        assert caught.value.reason in (Reason.NOT_FOUND, Reason.MEDIA_LOST)
+        assert (await client.frame(await client.put_image(png(0, SIZE), "run")) == pixels).all()

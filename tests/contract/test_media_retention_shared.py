@@ -156,6 +156,40 @@ async def test_a_claim_is_prolonged_while_its_owner_lives(tmp_path: Path, index:
         assert len(makers) == 1
 
 
+class SlowProcessor:
+    """Makes a segment of one byte when it is let."""
+
+    def __init__(self) -> None:
+        self.started, self.go_on, self.made = asyncio.Event(), asyncio.Event(), 0
+
+    async def call(self, work: object, pixels: object) -> tuple[dict[str, Any], bytes]:
+        self.started.set()
+        await self.go_on.wait()
+        self.made += 1
+        return {"token_count": 1, "grid": [1, 2, 2]}, b"x"
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+async def test_one_service_preprocesses_and_the_other_waits(tmp_path: Path, index: str) -> None:
+    name = "Qwen2VLImageProcessor"
+    one_makes, other_makes = SlowProcessor(), SlowProcessor()
+    settings = {"index": index, "processors": (name,)}
+    async with (
+        light_library(tmp_path, processor=one_makes, **settings) as one,
+        light_library(tmp_path, processor=other_makes, **settings) as other,
+    ):
+        ref = (await one.put(source_of(1), still(), durable=False)).item.ref
+        first = asyncio.create_task(one.segment(ref, name, "{}", ""))
+        await one_makes.started.wait()
+        second = asyncio.create_task(other.segment(ref, name, "{}", ""))
+        assert not (await asyncio.wait((second,), timeout=0.1))[0]
+        one_makes.go_on.set()
+        assert [made for _, made in await asyncio.gather(first, second)] == [True, False]
+        assert (one_makes.made, other_makes.made) == (1, 0)
+
+
 async def test_one_service_evicts_nothing_that_the_other_leased(tmp_path: Path, index: str) -> None:
     async with two(tmp_path, index) as (one, other):
         kept, gone = await put(one, 1), await put(one, 2)
