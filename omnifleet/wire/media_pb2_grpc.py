@@ -112,7 +112,8 @@ class MediaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """Uploads source bytes in chunks (header first) and answers with the media object's address.
+        """Uploads source bytes in chunks (header first, the final one marked `last`) and answers with the media object's
+        address. A stream that ends without its last chunk stores nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

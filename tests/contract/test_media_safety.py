@@ -407,6 +407,15 @@ async def test_an_upload_that_says_it_is_too_large_is_refused_before_its_bytes(t
         assert service.library.counters.count("bytes_received") == 0
 
 
+async def test_a_data_url_is_measured_by_its_payload(tmp_path: Path) -> None:
+    picture = png(size=(550, 550))
+    url = b"data:image/png;base64," + base64.b64encode(picture)
+    async with routes(tmp_path, limits={"source_bytes": 1 << 20}) as route:
+        assert len(picture) < 1 << 20 < len(url)
+        digest = (await route.client.put_image(url, "run")).digest
+        assert (await route.http.post("/v1/media", content=url)).json()["digest"] == digest
+
+
 async def test_uploads_in_memory_are_bounded_together(tmp_path: Path) -> None:
     started, finish = asyncio.Event(), asyncio.Event()
 

@@ -62,19 +62,20 @@ class MediaRpc(MediaServicer):
         if first.WhichOneof("part") != "header":
             raise invalid("put takes a header first")
         header = first.header
-        with self._door.upload(header.bytes) as upload:
+        with self._door.upload(header.bytes * 3 // 4) as upload:  # a data URL spends 4 characters on 3 bytes
+            ended = False
             async for request in arriving:
-                if (
-                    request.WhichOneof("part") != "chunk"
-                    or request.chunk.offset != upload.received
-                    or header.url
-                ):
+                part, chunk = request.WhichOneof("part"), request.chunk
+                if part != "chunk" or chunk.offset != upload.received or header.url or ended:
                     raise invalid(
-                        "put takes one header, then chunks in order, and none after a header with a url; got "
-                        f"{request.WhichOneof('part')} at byte {upload.received}"
+                        "put takes one header, then chunks in order up to the last, and none after a header with a "
+                        f"url; got {part} at byte {upload.received}"
                     )
-                upload.add(request.chunk.data)
-                self._library.counters.add("bytes_received", len(request.chunk.data))
+                upload.add(chunk.data)
+                self._library.counters.add("bytes_received", len(chunk.data))
+                ended = chunk.last
+            if upload.received and not ended:  # so ends the stream of a caller that went away, too
+                raise invalid(f"the upload broke off at byte {upload.received}: its last chunk is missing")
             source = await self._door.finish(upload, header.url)
             contract = contract_of(header.contract, header.kind, source.type)
             stored, lease = await self._door.put("media_put", source, contract, _options(header))

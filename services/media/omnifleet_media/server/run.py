@@ -56,6 +56,7 @@ class Running:
     grpc: str
     http: str
     library: Library
+    door: Door
 
 
 @asynccontextmanager
@@ -113,7 +114,7 @@ async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> As
         )
         rpc.state = "serving"
         try:
-            yield Running(grpc, http, library)
+            yield Running(grpc, http, library, door)
         finally:
             rpc.state = "draining"
 

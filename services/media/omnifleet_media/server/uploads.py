@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_media.ingest.source import Source
@@ -17,6 +18,13 @@ _FORM_OVERHEAD = 64 << 10
 
 async def received(request: Request, door: Door) -> tuple[Source, Asked]:
     """The body (raw, the `file` part of a form, or what a JSON body names); refused as soon as it is too large."""
+    try:
+        return await _received(request, door)
+    except ClientDisconnect:
+        raise invalid("the upload broke off") from None  # nobody hears it, and nothing is stored
+
+
+async def _received(request: Request, door: Door) -> tuple[Source, Asked]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     limited = _limited(request, door)
     if kind == "application/json":
