@@ -13,9 +13,12 @@ import pytest
 from omnifleet.address import processor_fingerprint, segment_key
 from omnifleet.client.media import MediaClient, read_tensors
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.processor import ImageProcessorSpec, image_token_id, read_image_processor
+from omnifleet.processor import ImageProcessorSpec, ProcessorSpec, image_token_id, read_image_processor
 from omnifleet.types import Digest, MediaKind, MediaRef
+from omnifleet.vision_grid import nemotron_clip_grid, qwen2vl_grid
+from omnifleet.wire import media_pb2
 from tests.contract.media_world import png, running, served
+from tests.media_files import greys, h264
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,7 +31,12 @@ CONFIG = {
     "image_std": [0.5, 0.5, 0.5],
 }
 SPEC = ImageProcessorSpec("Qwen2VLImageProcessor", CONFIG)
-PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil")
+PROCESSORS = (
+    "Qwen2VLImageProcessor",
+    "Qwen2VLImageProcessorPil",
+    "Qwen2VLVideoProcessor",
+    "NemotronH_Omni_Reasoning_V3VideoProcessor",
+)
 
 
 @pytest.fixture
@@ -42,11 +50,12 @@ async def test_segments_of_the_service(service: str) -> None:
     async with MediaClient.open(service) as near, MediaClient.open(service, same_host=False) as far:
         await is_what_transformers_makes(near)
         await is_made_once(near, far)
+        await is_the_same_for_clips(near, far)
         await is_refused_in_words(near)
 
 
 async def is_what_transformers_makes(client: MediaClient) -> None:
-    for class_name in PROCESSORS:
+    for class_name in PROCESSORS[:2]:
         for seed, size in enumerate([(160, 120), (33, 97), (448, 448)]):
             data = png(seed, size)
             segment = await client.segment(
@@ -85,6 +94,42 @@ async def is_made_once(near: MediaClient, far: MediaClient) -> None:
     streamed = segments[-1]
     assert not streamed.mapped
     assert (streamed.tensors["pixel_values"] == again.tensors["pixel_values"]).all()
+
+
+async def is_the_same_for_clips(near: MediaClient, far: MediaClient) -> None:
+    pytest.importorskip("torchcodec")
+    contract = media_pb2.DecodeContract(sampling="nemotron_vl@1", num_frames=5, temporal_patch=2)
+    reply = await near.put(h264(greys(24)), "run", kind=MediaKind.VIDEO, contract=contract)
+    ref = MediaRef(MediaKind.VIDEO, Digest(reply.ref.digest))
+    frames = np.stack(await near.frames(ref))
+    before = (await near.status()).counters["segments_computed"]
+    qwen, nemotron = (
+        ProcessorSpec("Qwen2VLVideoProcessor", CONFIG),
+        ProcessorSpec(
+            "NemotronH_Omni_Reasoning_V3VideoProcessor",
+            {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3, "video_target_num_patches": 64},
+        ),
+    )
+    for spec, grid in ((qwen, qwen2vl_grid), (nemotron, nemotron_clip_grid)):
+        mapped, streamed = [await client.segment(ref, spec, "run") for client in (near, far)]
+        made = getattr(transformers, spec.class_name).from_dict(dict(spec.config))(
+            videos=[frames], do_sample_frames=False, return_tensors="np"
+        )
+        for segment in (mapped, streamed):
+            assert (segment.tensors["pixel_values_videos"] == made["pixel_values_videos"]).all()
+            expected = grid(spec.config, 48, 64, len(frames))
+            assert segment.grid == (expected.t, expected.h, expected.w)
+            assert segment.token_count == expected.tokens
+            assert segment.times_s == (await near.info(ref)).timestamps_s[:: spec.temporal_patch]
+            assert len(segment.times_s) == segment.grid[0]  # vid_15
+        library = f"transformers {transformers.__version__}"
+        fingerprint = processor_fingerprint(spec.class_name, spec.config, library, "sampled")
+        assert mapped.key == streamed.key == segment_key(ref.digest, fingerprint)
+    assert (await near.status()).counters["segments_computed"] - before == 2
+    for asked, spec in ((ref, SPEC), (await near.put_image(png(), "run"), qwen)):
+        with pytest.raises(OmnifleetError, match="takes media of kind") as caught:
+            await near.segment(asked, spec, "run")
+        assert caught.value.reason is Reason.UNSUPPORTED
 
 
 async def is_refused_in_words(client: MediaClient) -> None:

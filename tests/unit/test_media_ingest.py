@@ -6,10 +6,13 @@ import base64
 import io
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from omnifleet.config.services import MediaLimits
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import MediaKind
 from omnifleet_media.ingest.data_url import data_url_payload
 from omnifleet_media.ingest.sniff import sniff
 from omnifleet_media.ingest.source import Intake
@@ -80,6 +83,44 @@ def test_sniffing_by_bytes(codec: str) -> None:
     out = io.BytesIO()
     Image.new("RGB", (2, 2)).save(out, codec)
     assert sniff(out.getvalue()).codec == codec
+
+
+@pytest.mark.parametrize(
+    ("data", "mime", "kind"),
+    [
+        (b"\x1aE\xdf\xa3", "video/x-matroska", MediaKind.VIDEO),
+        (b"\0\0\0\x18ftypisom\0\0\0\0isommp42", "video/mp4", MediaKind.VIDEO),
+        (b"\0\0\0\x14ftypqt  \0\0\0\0qt  ", "video/mp4", MediaKind.VIDEO),
+        (b"\0\0\0\x08wide\0\0\0\0mdat", "video/quicktime", MediaKind.VIDEO),
+        (b"\0\0\0\x1cftypM4A \0\0\0\0M4A mp42isom", "audio/mp4", MediaKind.AUDIO),
+        (b"\0\0\0\x18ftypmif1\0\0\0\0avifmif1", "image/avif", MediaKind.IMAGE),
+        (b"RIFF\0\0\0\0AVI LIST", "video/x-msvideo", MediaKind.VIDEO),
+        (b"OggS", "video/ogg", MediaKind.VIDEO),
+        (b"\x47" + bytes(187) + b"\x47", "video/mp2t", MediaKind.VIDEO),
+        (b"\xff\xfb\x90\x64", "audio/mpeg", MediaKind.AUDIO),
+        (b"\xff\xf1\x50\x80", "audio/mpeg", MediaKind.AUDIO),
+        (b"ID3\x04", "audio/mpeg", MediaKind.AUDIO),
+        (b"\xff\xd8\xff\xe0", "image/jpeg", MediaKind.IMAGE),
+        (b"fLaC", "audio/flac", MediaKind.AUDIO),
+    ],
+)
+def test_sniffing_of_streams(data: bytes, mime: str, kind: MediaKind) -> None:
+    assert (sniff(data).mime, sniff(data).kind) == (mime, kind)
+
+
+@pytest.mark.parametrize("brand", [b"heic", b"mif1", b"hevc"])
+def test_heic_is_refused_in_words(brand: bytes) -> None:
+    with pytest.raises(OmnifleetError, match="HEIC") as caught:
+        sniff(b"\0\0\0\x18ftyp" + brand + b"\0\0\0\0heicmif1")
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_have_a_type_or_a_reason(data: bytes) -> None:
+    try:
+        assert sniff(data).mime
+    except OmnifleetError as error:
+        assert error.reason in (Reason.INVALID_MEDIA, Reason.UNSUPPORTED)
 
 
 def test_an_upload_is_refused_at_the_piece_that_is_too_much() -> None:

@@ -158,6 +158,50 @@ def test_img_20_bytes_after_the_picture_do_not_matter() -> None:
     assert decoded(png + bytes(1 << 20)).tolist() == [[list(RED)]]
 
 
+def test_sixteen_bit_colour_keeps_its_high_byte() -> None:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    row = b"\0" + struct.pack(">6H", 0, 255, 256, 32_896, 65_279, 65_535)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0))
+    png += chunk(b"IDAT", zlib.compress(row)) + chunk(b"IEND", b"")
+    assert decoded(png).tolist() == [[[0, 0, 1], [128, 254, 255]]]
+
+
+def test_a_picture_of_two_sixteen_bit_bytes_orders_is_one_picture() -> None:
+    grey = np.array([[0, 257, 32_896, 65_535]], np.uint16)
+    little, big = (encoded(Image.fromarray(grey.astype(order)), "TIFF") for order in ("<u2", ">u2"))
+    assert little != big
+    assert (decoded(little) == decoded(big)).all()
+
+
+def test_a_broken_orientation_is_none() -> None:
+    pixels = of_rows((RED, GREEN, BLUE))
+    exif = Image.Exif()
+    exif[274] = 9
+    assert (decoded(encoded(Image.fromarray(pixels), exif=exif)) == pixels).all()
+
+
+@pytest.mark.parametrize("codec", ["JPEG", "WEBP", "TIFF"])
+def test_img_01_orientation_is_applied_in_every_format(codec: str) -> None:
+    exif = Image.Exif()
+    exif[274] = 6
+    options = {"lossless": True} if codec == "WEBP" else {}
+    wide = Image.new("RGB", (32, 16), RED)
+    assert decoded(encoded(wide, codec, exif=exif, **options)).shape == (32, 16, 3)
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("codec", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"])
+def test_img_10_no_format_is_shown_half(codec: str, keep: float) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    whole = encoded(Image.fromarray(noise), codec)
+    with pytest.raises(
+        (OmnifleetError, OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError)
+    ):
+        decoded(whole[: int(len(whole) * keep)])
+
+
 def test_hsh_01_size_is_part_of_the_address() -> None:
     data = np.array([1, 2, 3, 4, 5, 6], np.uint8)
     wide, high = (decoded(encoded(Image.fromarray(data.reshape(shape)))) for shape in ((1, 2, 3), (2, 1, 3)))
