@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from omnifleet.errors import OmnifleetError
-from omnifleet.types import VersionSpan
+from omnifleet.types import VersionSpan, WeightVersion
 from omnifleet.wire import rollout_pb2
 from omnifleet.wire.codec import spans_to_wire
 from omnifleet.wire.errors import to_detail
@@ -25,6 +25,7 @@ class Mailbox:
     def __init__(self, samples: int, pace_s: float = PACE_S) -> None:
         self._running, self._pace_s = samples, pace_s
         self._chunks: dict[int, rollout_pb2.TokenChunk] = {}
+        self._versions: dict[int, WeightVersion] = {}  # of the last span of each chunk
         self._ends: list[rollout_pb2.GenerateEvent] = []
         self._filled = asyncio.Event()
         self._ended = asyncio.Event()
@@ -37,10 +38,11 @@ class Mailbox:
         chunk.token_ids.extend(ids)
         chunk.logprobs.extend(logprobs)
         chunk.text += text
-        if chunk.spans and chunk.spans[-1].version == spans_to_wire([span])[0].version:
+        if chunk.spans and self._versions[sample] == span.version:
             chunk.spans[-1].end = span.end
         else:
             chunk.spans.extend(spans_to_wire([span]))
+            self._versions[sample] = span.version
         self._filled.set()
 
     def finish(self, sample: int, finished: rollout_pb2.Finished) -> None:
