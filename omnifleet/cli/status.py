@@ -131,11 +131,12 @@ def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) 
 
 
 def _details(service: dict[str, Any]) -> str:
-    """Facts and counters in one line; workers have a table of their own."""
+    """Facts and counters in one line; workers have a table, payloads by boundary `omnifleet media stat`."""
     facts = [
         f"{key} {value}" for key, value in service.get("facts", {}).items() if not key.startswith("worker ")
     ]
-    counters = [f"{key} {value:g}" for key, value in service.get("counters", {}).items() if value]
+    numbers = service.get("counters", {}).items()
+    counters = [f"{key} {value:g}" for key, value in numbers if value and "/" not in key]
     return f"[bold]{service['name']}[/bold]  " + ", ".join(facts + counters)
 
 
