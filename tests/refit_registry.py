@@ -19,6 +19,7 @@ class Registry(fleet_pb2_grpc.FleetServicer):
         self.workers: dict[str, Any] = {}
         self.target: WeightVersion | None = None
         self.announced: list[int] = []
+        self.acts: list[tuple[str, str]] = []
         self._moved = asyncio.Event()
 
     def moved(self) -> None:
@@ -45,6 +46,10 @@ class Registry(fleet_pb2_grpc.FleetServicer):
             moved = self._moved
             yield self._view()
             await moved.wait()
+
+    async def Act(self, request: Any, context: Any) -> fleet_pb2.ActReply:
+        self.acts.append((fleet_pb2.Verb.Name(request.verb), request.worker))
+        return fleet_pb2.ActReply()
 
     async def AnnounceVersion(self, request: Any, context: Any) -> fleet_pb2.AnnounceVersionReply:
         self.target = version_from_wire(request.version)

@@ -51,6 +51,7 @@ class Worker(refit_pb2_grpc.RefitServicer):
     staged: tuple[WeightVersion, Weights] | None = None
     bytes_read: list[int] = field(default_factory=list)
     parents: list[str] = field(default_factory=list)
+    quarantined: list[str] = field(default_factory=list)
     fail_stage: Reason | None = None
     fail_commit: bool = False
     lose_reply: bool = False
@@ -103,6 +104,11 @@ class Worker(refit_pb2_grpc.RefitServicer):
             in_flight=3,
             tensors_loaded=len(self.held),
         )
+
+    async def Quarantine(self, request: Any, context: Any) -> refit_pb2.QuarantineReply:
+        self.fenced = True
+        self.quarantined.append(request.reason)
+        return refit_pb2.QuarantineReply(version=version_to_wire(self.version))
 
     async def Abort(self, request: Any, context: Any) -> refit_pb2.AbortReply:
         self.staged = None

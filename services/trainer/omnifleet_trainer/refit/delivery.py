@@ -85,6 +85,13 @@ class Delivery:
                 self._broken.add(worker)
             raise
 
+    async def quarantine(self, worker: WorkerView, why: str) -> None:
+        """Have a worker serve nothing until it has everything again. Raises what it says."""
+        self._broken.add(worker.id)
+        self._at.pop(worker.id, None)
+        async with self.open(worker) as client:
+            await client.quarantine(why)
+
     def open(self, worker: WorkerView) -> AbstractAsyncContextManager[RefitClient]:
         """A client of the worker's Refit service."""
         return RefitClient.open(worker.grpc_address, self._secret)

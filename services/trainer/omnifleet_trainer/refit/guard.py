@@ -54,11 +54,11 @@ class Guard:
     ) -> None:
         """expect: the trainer's logprobs of the canary's reply under its weights of now."""
         self._canary, self._secret, self._expect = canary, secret, expect
-        self._expected: list[float] = []
+        self._number, self._expected = -1, list[float]()
 
-    async def look(self) -> None:
-        """Take the trainer's logprobs, of the weights that are about to be published."""
-        self._expected = await self._expect(self._canary.batch())
+    async def look(self, number: int) -> None:
+        """Take the trainer's logprobs, of the weights that are about to be published as version `number`."""
+        self._number, self._expected = number, await self._expect(self._canary.batch())
 
     async def difference(self, worker: WorkerView) -> float:
         """Largest difference, nats; infinite where one side is not a number. Raises what the worker says."""
@@ -70,8 +70,13 @@ class Guard:
         gaps = [abs(ours - theirs) for ours, theirs in pairs]
         return max((gap if gap == gap else float("inf") for gap in gaps), default=0.0)
 
-    async def check(self, worker: WorkerView) -> None:
-        """Raises CORRUPT, with what differs by how much, if the worker is beyond the tolerance."""
+    async def check(self, worker: WorkerView, number: int) -> None:
+        """Raises CORRUPT, with what differs by how much, if a worker at version `number` is beyond the tolerance.
+
+        A version that is no longer the newest is let pass: the trainer has other weights by now.
+        """
+        if number != self._number:
+            return
         difference = await self.difference(worker)
         log.debug("canary on %s: %.5f nats", worker.id, difference)
         if difference > self._canary.tolerance:

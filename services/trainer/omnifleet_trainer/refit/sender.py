@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omnifleet.client.fleet import FleetClient, FleetView, WorkerView
+from omnifleet.client.fleet import FleetClient, FleetView, Verb, WorkerView
 from omnifleet.client.refit import Commit
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import InFlight, WeightVersion, WorkerState
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.delivery import Delivery
+from omnifleet_trainer.refit.guard import Guard
 from omnifleet_trainer.refit.release import Release, first_release, next_release
 from omnifleet_trainer.refit.sightings import sightings
 from omnifleet_trainer.refit.transfer import Transfer, sweep
@@ -34,6 +35,7 @@ BUCKET_BYTES = 64 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _CATCH_UPS_AT_ONCE = 4
 _ATTEMPTS = 3
+_CHANCES = 2
 _DEAF = (
     WorkerState.JOINING,
     WorkerState.DRAINING,
@@ -97,6 +99,9 @@ class RefitSender:
         self._slots = asyncio.Semaphore(_CATCH_UPS_AT_ONCE)
         self._wake = asyncio.Event()
         self._publishing = False
+        self.guard: Guard | None = None
+        self._refused: dict[str, list[int]] = {}
+        """Worker -> numbers of versions at which the canary told against it."""
 
     @staticmethod
     @asynccontextmanager
@@ -166,6 +171,8 @@ class RefitSender:
             raise OmnifleetError(Reason.CONFLICT, f"{version} is behind {newest}")
         if newest is None or number > newest.number:
             self._take(await self._packed(version, tensors, changed, encoder_changed, executor))
+        if self.guard is not None:
+            await self.guard.look(number)
         packed = time.monotonic()
         self._publishing = True
         try:
@@ -182,6 +189,8 @@ class RefitSender:
             worker for worker in workers if worker.id not in self._behind and self._takes(worker, release)
         ]
         commits, failed = await self._send_all(release, ready)
+        told = await asyncio.gather(*(self._watch_over(w, release.version) for w in ready if w.id in commits))
+        failed |= {id: why for id, why in told if why}
         return RefitReport(
             version=release.version,
             seconds=0.0,
@@ -189,7 +198,7 @@ class RefitSender:
             bytes=self._size(release),
             gate_seconds=max((commit.gate_seconds for commit in commits.values()), default=0.0),
             in_flight=sum(commit.in_flight for commit in commits.values()),
-            ok=tuple(sorted(commits)),
+            ok=tuple(sorted(commits.keys() - failed.keys())),
             failed=failed,
             behind=tuple(sorted({worker.id for worker in workers} - {worker.id for worker in ready})),
         )
@@ -280,6 +289,33 @@ class RefitSender:
             parcel = release.complete() if parent is None else release.on_top_of(parent)
             return await self._delivery.send(worker, parcel, turn if self._rolling else None)
 
+    async def _watch_over(self, worker: WorkerView, version: WeightVersion) -> tuple[str, str]:
+        """(worker, why it is quarantined; "" if it is not). It then gets everything again; twice refused, it is cordoned."""
+        if self.guard is None:
+            return worker.id, ""
+        try:
+            await self.guard.check(worker, version.number)
+        except OmnifleetError as error:
+            if error.reason is not Reason.CORRUPT:
+                log.warning("%s cannot be asked for the canary: %s", worker.id, error)
+                return worker.id, ""
+            why = str(error)
+            log.error("%s is quarantined at %s: %s", worker.id, version, why)
+            self._refused.setdefault(worker.id, []).append(version.number)
+            try:
+                await self._delivery.quarantine(worker, why)
+                if self._given_up(worker.id, version):
+                    await self._fleet.act(Verb.CORDON, worker.id, why)
+            except OmnifleetError as failure:
+                log.error("%s could not be told so: %s", worker.id, failure)
+            return worker.id, why
+        self._refused.pop(worker.id, None)
+        return worker.id, ""
+
+    def _given_up(self, worker: str, version: WeightVersion) -> bool:
+        """True if the canary told twice against a worker at this version: sending it again would not help."""
+        return self._refused.get(worker, []).count(version.number) >= _CHANCES
+
     async def keep_up(self) -> None:
         """Watch the fleet and bring each worker that is not at the current version there. Runs until cancelled."""
         pause = _FIRST_PAUSE_S
@@ -311,6 +347,8 @@ class RefitSender:
         for worker in _reachable(view):
             if worker.id in self._behind or (self._publishing and self._takes(worker, release)):
                 continue
+            if self._given_up(worker.id, release.version):
+                continue
             if self._is_behind(worker, release):
                 task = asyncio.create_task(self._catch_up(worker), name=f"catch-up {worker.id}")
                 self._behind[worker.id] = task
@@ -334,7 +372,9 @@ class RefitSender:
             try:
                 async with self._slots, self._delivery.turn(worker.id):
                     log.info("%s caught up with %s", worker.id, await self._bring(worker, release))
-                    return
+                    _, why = await self._watch_over(worker, release.version)
+                    if not why or self._given_up(worker.id, release.version):
+                        return
             except (OmnifleetError, OSError) as error:
                 log.warning("%s cannot catch up with %s: %s", worker.id, release.version, error)
             await asyncio.sleep(pause)

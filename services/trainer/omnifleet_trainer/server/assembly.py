@@ -19,6 +19,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import image_token_id, read_image_processor
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Sampling, WeightVersion
+from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.evaluation import HeldOut
 from omnifleet_trainer.loop.admission import Admission
 from omnifleet_trainer.loop.batches import AdvantageRule, Batches
@@ -33,7 +34,7 @@ from omnifleet_trainer.loop.signal import SignalFilter
 from omnifleet_trainer.loop.start import Start
 from omnifleet_trainer.loop.weights import Weights
 from omnifleet_trainer.objectives.rewards import reachable
-from omnifleet_trainer.refit.sender import RefitSender
+from omnifleet_trainer.refit.open import open_guard, open_sender
 from omnifleet_trainer.rendering import Renderer, load_template
 from omnifleet_trainer.server.checkpoints import Checkpoints
 from omnifleet_trainer.server.refits import FleetRefits
@@ -95,6 +96,12 @@ def check_recipe(recipe: Recipe) -> None:
     check_buffer(_room(recipe), recipe.trainer.prompts_per_step)
 
 
+async def _canary(weights: Weights, batch: StepBatch) -> list[float]:
+    """The policy's logprobs of one sample."""
+    (logprobs,) = await weights.on_thread(lambda: weights.policy.logprobs(batch))
+    return [float(value) for value in logprobs]
+
+
 @asynccontextmanager
 async def assembled(
     recipe: Recipe, run_dir: Path, start: Start, addresses: Addresses, tokens: Tokens, counters: Counters
@@ -111,7 +118,8 @@ async def assembled(
         rollout = await stack.enter_async_context(RolloutClient.open(addresses.gateway, secret))
         reward = await stack.enter_async_context(RewardClient.open(addresses.reward, secret, name="trainer"))
         sender = await stack.enter_async_context(
-            RefitSender.open(
+            open_sender(
+                recipe.refit,
                 addresses.gateway,
                 secret,
                 run=name,
@@ -124,6 +132,7 @@ async def assembled(
         )
         weights = await _open_weights(recipe, model, run_dir, start)
         stack.callback(weights.close)
+        sender.guard = open_guard(recipe.refit, secret, lambda batch: _canary(weights, batch))
 
         served = Served(WeightVersion(name, start.lineage, start.step))
         template = load_template(model, trust_remote_code=recipe.model.trust_remote_code)
