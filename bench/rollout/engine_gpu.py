@@ -14,6 +14,7 @@ import asyncio
 import io
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     with tempfile.TemporaryDirectory(prefix="omnifleet-bench-") as scratch:
         folder = Path(scratch)
         model = options.model or folder / "model"
