@@ -62,7 +62,9 @@ class Mailbox:
 
     async def events(self) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
         """Everything, until each sample has ended. The caller sets the deadline."""
-        said = -math.inf
+        said = (
+            -math.inf if self._pace_s == PACE_S else time.monotonic()
+        )  # a reader of tokens has the first at once
         while self._chunks or self._ends or self._running:
             await self._filled.wait()
             await self._keep_pace(said)
