@@ -230,6 +230,24 @@ async def test_order_is_kept_over_processes(module: str) -> None:
             assert [r.total.score for r in results] == [float(f"{batch}.{item:03d}") for item in range(100)]
 
 
+async def test_items_sent_ahead_of_a_dying_process_are_judged_by_the_next(module: str) -> None:
+    async with serving(module, item_timeout_s=60) as (service, counters):
+        await scores(service, *["x 0.5"] * 50)  # quick ones, so that many are sent ahead
+        orders = [order for n in range(6) for order in (f"x 0.{n + 1}", "x 1", "exit", "x 2", "raise")]
+        results = await scores(service, *orders)
+        expected = [value for n in range(6) for value in (float(f"0.{n + 1}"), 1.0, None, 2.0, None)]
+        assert [None if result.error else result.total.score for result in results] == expected
+        assert counters.count("processes_replaced") == 6
+
+
+async def test_a_reply_that_cannot_be_sent_is_that_items_error(module: str) -> None:
+    async with serving(module) as (service, counters):
+        replies = [Reply("x 0.5", ""), Reply("x", "", extra={"n": float("nan")}), Reply("x 0.25", "")]
+        results, _ = await service.score([ScorerConfig(name=f"{MODULE}:by_order")], replies)
+        assert [reason(result) for result in results] == [None, Reason.INVALID_REQUEST, None]
+        assert counters.snapshot()["items_waiting"] == 0
+
+
 async def test_the_queue_is_bounded(module: str, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from omnifleet.types import Mark
 from omnifleet_reward import frames
 from omnifleet_reward.scorer import Verdict
 
+Judged = list[Verdict] | OmnifleetError
 Needs = tuple[str, str]
 """Name and version of a scorer that wants to be prepared."""
 
@@ -86,7 +87,8 @@ class Child:
             return
         try:
             async with asyncio.timeout(_START_S):
-                answer = await self._ask({"prepare": missing})
+                self._stdin.write(frames.encode({"prepare": missing}))
+                answer = await self._read()
         except (TimeoutError, OSError, ValueError, EOFError) as error:
             self._spent = True
             names = ", ".join(name for name, _ in missing)
@@ -97,49 +99,51 @@ class Child:
             self._prepared.update(missing)
 
     async def judge(
-        self, request: dict[str, Any], timeout_s: float, beyond: Sequence[float | None]
-    ) -> list[Verdict]:
-        """Verdicts of one item, a term each. beyond: as in `Scorer`, by term.
+        self, items: Sequence[bytes], timeout_s: float, beyond: Sequence[float | None]
+    ) -> AsyncGenerator[Judged, None]:
+        """Verdicts of each item, a term each, or its error: DEADLINE, INTERNAL (crash or a raising scorer), LIMIT_EXCEEDED.
 
-        Raises the item's error: DEADLINE, INTERNAL (crash or a raising scorer) or LIMIT_EXCEEDED.
+        items: frames, sent ahead and judged one after the other, each with a clock of its own. Ends early where the process did:
+        the items that have no answer yet were not begun. beyond: as in `Scorer`, by term.
         """
+        self._stdin.write(b"".join(items))
+        for _ in items:
+            yield await self._next(timeout_s, beyond)
+            if self._spent:  # not `alive`: a process may be dead already of an item whose turn to be read comes next
+                return
+
+    async def _next(self, timeout_s: float, beyond: Sequence[float | None]) -> Judged:
         known: list[Verdict] = []
-
-        def interim(verdicts: list[Verdict]) -> None:
-            known[:] = verdicts
-
         self._interim = False
         cpu_s = self._cpu_s
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._ask(request, interim)
+                answer = await self._answer(known)
         except TimeoutError:
             used_s = self._cpu_now() - cpu_s
             await self.stop()
             if self._interim and used_s >= _CPU_SHARE * timeout_s:
                 return _filled(known, beyond, Mark.TIMEOUT)
-            raise retryable(
+            return retryable(
                 Reason.DEADLINE,
                 f"scoring took longer than {timeout_s:g} s",
                 knob="reward_service.item_timeout_s",
-            ) from None
-        except (OSError, ValueError, EOFError) as error:
+            )
+        except (OSError, ValueError, EOFError):
             code = await self.stop()
             if self._interim and code is not None and -code in _OWN_SIGNALS:
                 return _filled(known, beyond, Mark.CRASHED)
-            raise OmnifleetError(
-                Reason.INTERNAL, f"the scorer ended its process ({_ending(code)})"
-            ) from error
+            return OmnifleetError(Reason.INTERNAL, f"the scorer ended its process ({_ending(code)})")
         except asyncio.CancelledError:
             await self.stop()
             raise
         self._spent = bool(answer.get("spent"))
-        if "error" in answer:
-            told = answer["error"]
-            if self._interim and told["reason"] == Reason.LIMIT_EXCEEDED and self._spent:
-                return _filled(known, beyond, Mark.CRASHED)
-            raise OmnifleetError(Reason(told["reason"]), told["message"], knob=told["knob"])
-        return _verdicts(answer)
+        if "error" not in answer:
+            return _verdicts(answer)
+        told = answer["error"]
+        if self._interim and told["reason"] == Reason.LIMIT_EXCEEDED and self._spent:
+            return _filled(known, beyond, Mark.CRASHED)
+        return OmnifleetError(Reason(told["reason"]), told["message"], knob=told["knob"])
 
     async def stop(self) -> int | None:
         """Kill the process group and reap the process; its exit code."""
@@ -153,16 +157,12 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         return await self._process.wait()
 
-    async def _ask(
-        self, request: dict[str, Any], interim: Callable[[list[Verdict]], None] | None = None
-    ) -> dict[str, Any]:
-        self._stdin.write(frames.encode(request))
-        await self._stdin.drain()
+    async def _answer(self, known: list[Verdict]) -> dict[str, Any]:
+        """The final answer; `known` becomes what interim answers say."""
         answer = await self._read()
         while answer.get("more"):
             self._interim = True
-            if interim is not None:
-                interim(_verdicts(answer))
+            known[:] = _verdicts(answer)
             answer = await self._read()
         return answer
 

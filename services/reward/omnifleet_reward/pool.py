@@ -6,19 +6,26 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from omnifleet.config.services import RewardConfig
-from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.telemetry.counters import Counters
-from omnifleet_reward.child import Child, Needs
+from omnifleet_reward import frames
+from omnifleet_reward.child import Child, Judged, Needs
 from omnifleet_reward.scorer import Verdict
 
 log = logging.getLogger("omnifleet.reward")
 
 _RETRY_MS = (100, 30_000)
+_AHEAD_S = 0.01
+_AHEAD_ITEMS = 32
+"""Quick items are sent to a process ahead of its answers: this much work, and as many, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +42,19 @@ class Plan:
 
 @dataclass(slots=True)
 class _Job:
-    reply: dict[str, Any]
+    frame: bytes
     plan: Plan
     timeout_s: float
     result: asyncio.Future[list[Verdict]]
+
+    def settle(self, judged: Judged) -> None:
+        """Tell who waits, if anybody still does."""
+        if self.result.done():
+            return
+        if isinstance(judged, OmnifleetError):
+            self.result.set_exception(judged)
+        else:
+            self.result.set_result(judged)
 
 
 class Pool:
@@ -90,13 +106,20 @@ class Pool:
 
         Raises OVERLOADED if the queue cannot take them now, LIMIT_EXCEEDED if it never could.
         """
-        self._admit(len(replies))
+        encoded = [_frame(reply, plan) for reply in replies]
+        self._admit(sum(isinstance(frame, bytes) for frame in encoded))
         if plan.needs:
             self._spares.keep(plan.needs)
         loop = asyncio.get_running_loop()
-        jobs = [_Job(reply, plan, timeout_s, loop.create_future()) for reply in replies]
-        for job in jobs:
-            self._queue.put_nowait(job)
+        jobs = []
+        for frame in encoded:
+            job = _Job(b"", plan, timeout_s, loop.create_future())
+            jobs.append(job)
+            if isinstance(frame, bytes):
+                job.frame = frame
+                self._queue.put_nowait(job)
+            else:
+                job.settle(frame)
         results = await asyncio.gather(*(job.result for job in jobs), return_exceptions=True)
         return [_settled(result) for result in results]
 
@@ -125,40 +148,52 @@ class Pool:
     async def _serve(self, first: Child) -> None:
         """Judge the queue's items with one process, and with those that take its place."""
         child: Child | None = first
+        jobs: deque[_Job] = deque()
         try:
             while True:
-                job = await self._queue.get()
-                self._waiting -= 1
-                if job.result.done():  # the caller went away
+                if not jobs:
+                    await self._take(jobs)
+                if jobs[0].result.done():  # the caller went away
+                    jobs.popleft()
                     continue
                 self._busy += 1
                 try:
                     if child is None or not child.alive:
                         child = await self._replacement(child)
-                    await self._settle(job, child)
-                except OmnifleetError as error:
-                    if not job.result.done():
-                        job.result.set_exception(error)
+                    await child.prepare(jobs[0].plan.needs)
+                    await self._judge(jobs, child)
+                except OmnifleetError as error:  # no process, or none that can be prepared
+                    jobs.popleft().settle(error)
                 finally:
                     self._busy -= 1
-                    if not job.result.done():  # cancelled: the pool closes
-                        job.result.set_exception(_stopping())
-        finally:
+        finally:  # cancelled: the pool closes
+            for job in jobs:
+                job.settle(_stopping())
             if child is not None:
                 await child.stop()
 
-    async def _settle(self, job: _Job, child: Child) -> None:
-        await child.prepare(job.plan.needs)
+    async def _take(self, jobs: deque[_Job]) -> None:
+        """The next job, and those behind it that can be sent ahead without keeping other processes idle."""
+        jobs.append(await self._queue.get())
+        self._waiting -= 1
+        share = self._queue.qsize() // self._config.processes
+        for _ in range(min(_AHEAD_ITEMS - 1, int(_AHEAD_S / self._seconds_per_item), share)):
+            jobs.append(self._queue.get_nowait())
+            self._waiting -= 1
+
+    async def _judge(self, jobs: deque[_Job], child: Child) -> None:
+        """The first jobs of one plan; those that a dying process did not begin stay."""
+        plan, timeout_s = jobs[0].plan, jobs[0].timeout_s
+        alike = list(takewhile(lambda job: job.plan is plan and job.timeout_s == timeout_s, jobs))
         started = time.monotonic()
-        try:
-            request = {"reply": job.reply, "terms": job.plan.terms}
-            verdicts = await child.judge(request, job.timeout_s, job.plan.beyond)
-            if not job.result.done():
-                job.result.set_result(verdicts)
-        finally:
-            self._seconds_per_item += 0.1 * (time.monotonic() - started - self._seconds_per_item)
-            if not child.alive:
-                self._spares.keep(())
+        async with aclosing(child.judge([job.frame for job in alike], timeout_s, plan.beyond)) as answers:
+            async for judged in answers:
+                jobs.popleft().settle(judged)
+                now = time.monotonic()
+                self._seconds_per_item += 0.1 * (now - started - self._seconds_per_item)
+                started = now
+        if not child.alive:
+            self._spares.keep(())
 
     async def _replacement(self, dead: Child | None) -> Child:
         if dead is not None:
@@ -219,6 +254,13 @@ class _Spares:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError, OmnifleetError):
             await (await task).stop()
+
+
+def _frame(reply: dict[str, Any], plan: Plan) -> bytes | OmnifleetError:
+    try:
+        return frames.encode({"reply": reply, "terms": plan.terms})
+    except ValueError as error:
+        return invalid(f"a reply cannot be sent to a scorer process: {error}")
 
 
 def _stopping() -> OmnifleetError:
