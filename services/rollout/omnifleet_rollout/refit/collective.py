@@ -12,14 +12,16 @@ from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet_rollout.refit.buckets import Memory, Verification, cut, layout
 from omnifleet_rollout.refit.group import Group, Seat, join
 
+_GROUPS = 2
+
 
 class Collective:
-    """The group that this rank is in, kept while its name stays the same. `offset`: our rank within the engine."""
+    """The groups that this rank was in last: the fleet's, and one of its own. `offset`: our rank within the engine."""
 
     def __init__(self, memory: Memory, offset: int = 0) -> None:
         self._memory, self._offset = memory, offset
-        self._name = ""
-        self._group: Group | None = None
+        self._groups: dict[str, Group] = {}
+        self._using: Group | None = None
         self._cancelled = False
 
     def receive(self, body: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
@@ -50,16 +52,17 @@ class Collective:
     def cancel(self) -> None:
         """End a `receive` that runs in another thread. Idempotent."""
         self._cancelled = True
-        if self._group is not None:
-            self._group.abort()
+        if self._using is not None:
+            self._using.abort()
 
     def _join(self, seat: Seat) -> Group:
-        if self._group is None or self._group.broken or self._name != seat.name:
-            if self._group is not None:
-                self._group.abort()
-                self._group = None
-            self._group, self._name = join(seat, self._offset, self._memory.device), seat.name
+        group = self._groups.pop(seat.name, None)
+        if group is None or group.broken:
+            while len(self._groups) >= _GROUPS:
+                self._groups.pop(next(iter(self._groups))).abort()
+            group = join(seat, self._offset, self._memory.device)
+        self._groups[seat.name] = self._using = group
         if self._cancelled:
-            self._group.abort()
+            group.abort()
             raise retryable(Reason.UNAVAILABLE, "the stage was dropped before its group met")
-        return self._group
+        return group
