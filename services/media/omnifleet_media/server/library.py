@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -309,23 +308,15 @@ class Library:
         self.counters.add("shm_maps")
         return str(path)
 
-    async def map_file(self, blob: Blob) -> tuple[str, int] | None:
-        """(path, bytes) of a file that a same-host reader may map; None if the blob has to be streamed."""
-        path = await self.map_path(blob)
-        try:
-            return (path, os.stat(path).st_size) if path else None
-        except FileNotFoundError:
-            return None  # left shared memory since
-
     async def holds(self, blobs: Iterable[Blob]) -> bool:
         """Whether the bytes of all blobs are here, or in the object store."""
         if self.store.objects is None:
             return all(self.store.disk.has(blob) for blob in blobs)
         return await asyncio.to_thread(lambda: all(self.store.has(blob) for blob in blobs))
 
-    def has(self, blob: Blob | None) -> bool:
-        """Whether a blob's bytes are here."""
-        return blob is not None and self.store.has(blob)
+    async def tiers(self, blob: Blob) -> list[str]:
+        """Names of the tiers that hold a blob."""
+        return await asyncio.to_thread(self.store.tiers, blob)
 
     # ------------------------------------------------------------------ segments
 

@@ -105,7 +105,7 @@ async def _list(library: Library) -> str:
 
 async def _object(library: Library, digest: str) -> str:
     item = await library.read(checked(digest))
-    tiers = library.store.tiers(frame_blob(item.frames[0], item.height, item.width)) if item.frames else []
+    tiers = await library.tiers(frame_blob(item.frames[0], item.height, item.width)) if item.frames else []
     shown = _item(item)
     rows = [
         ("kind", shown.what),

@@ -141,7 +141,7 @@ class MediaRpc(MediaServicer):
     async def Stat(self, request: media_pb2.StatRequest, context: Any) -> media_pb2.StatReply:
         digest = checked(request.digest)
         item = await self._library.read(digest)
-        tiers = self._library.store.tiers(frame_blob(item.frames[0], item.height, item.width))
+        tiers = await self._library.tiers(frame_blob(item.frames[0], item.height, item.width))
         leases = await self._library.index.count_leases(digest, now_ms())
         return media_pb2.StatReply(info=object_info(item), leases=leases, tiers=tiers)
 
