@@ -69,7 +69,7 @@ async def light_library(
         nobody: Any = InstantDecoder()
         instant: Any = decoder or nobody
         library = Library(config, store, index, retention, instant, processor or nobody, counters)
-        await library.recover()
+        await library.recovery.recover()
         yield library
         await library.close()
 

@@ -283,12 +283,12 @@ async def test_RED_03_an_emptied_index_is_told_what_the_disk_holds(
         with pytest.raises(OmnifleetError, match="lost its memory"):
             await library.retention.take_lease("run", "owner", 1000, [made[0]])
         assert await pixels(library, made[0]) == source_of(0).data  # by id, at once
-        assert await library.recover() == 19
+        assert await library.recovery.recover() == 19
         for seed, digest in enumerate(made):
             assert await pixels(library, digest) == source_of(seed).data
             assert await put(library, seed) == digest  # by content
         assert decoder.decodes == 20
-        assert await library.recover() == 0
+        assert await library.recovery.recover() == 0
         await everything_is_whole(library)
 
 
@@ -298,7 +298,7 @@ async def test_RED_03_orphans_of_a_lost_index_are_reclaimed(tmp_path: Path, redi
         path = library.store.disk.path(Kind.MANIFEST, digest)
         path.unlink()
         redis.ask("FLUSHALL")
-        await library.recover()
+        await library.recovery.recover()
         with pytest.raises(OmnifleetError) as caught:
             await library.read(digest)
         assert caught.value.reason is Reason.NOT_FOUND
@@ -334,5 +334,5 @@ async def test_a_store_of_the_first_version_has_manifests_alone(tmp_path: Path, 
         path.chmod(0o600)
         path.write_bytes(manifest)
         redis.ask("FLUSHALL")
-        assert await library.recover() == 0
+        assert await library.recovery.recover() == 0
         assert await pixels(library, await put(library, 1)) == source_of(1).data

@@ -15,85 +15,13 @@ from typing import TypeVar
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Digest, Lease, MediaKind
 from omnifleet_media.address.manifest import MediaObject
+from omnifleet_media.index import tables
 from omnifleet_media.index.port import BlobName, Claim, Entry, Kind, SegmentRecord, Unit
 
 Answer = TypeVar("Answer")
 
-_VERSION = 2
 _BUSY_S = 10.0
 _CACHE_KIB = 65536
-_SCHEMA = """
-CREATE TABLE objects (
-    digest TEXT PRIMARY KEY, kind TEXT NOT NULL, width INTEGER NOT NULL, height INTEGER NOT NULL,
-    timestamps_us TEXT NOT NULL, facts TEXT NOT NULL, used_ms INTEGER NOT NULL, bytes INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
-CREATE TABLE frames (
-    media TEXT NOT NULL, position INTEGER NOT NULL, frame TEXT NOT NULL, PRIMARY KEY (media, position)
-) WITHOUT ROWID;
-CREATE INDEX frames_by_digest ON frames (frame);
-CREATE TABLE aliases (alias TEXT PRIMARY KEY, media TEXT NOT NULL) WITHOUT ROWID;
-CREATE INDEX aliases_by_media ON aliases (media);
-CREATE TABLE sources (
-    digest TEXT PRIMARY KEY, used_ms INTEGER NOT NULL, bytes INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
-CREATE TABLE segments (
-    key TEXT PRIMARY KEY, media TEXT NOT NULL, fingerprint TEXT NOT NULL, token_count INTEGER NOT NULL,
-    grid TEXT NOT NULL, bytes INTEGER NOT NULL, content TEXT NOT NULL, used_ms INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE leases (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, run TEXT NOT NULL, expires_ms INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE leased (digest TEXT NOT NULL, lease TEXT NOT NULL, PRIMARY KEY (digest, lease)) WITHOUT ROWID;
-CREATE INDEX leased_by_lease ON leased (lease);
-CREATE INDEX objects_by_use ON objects (used_ms);
-CREATE INDEX sources_by_use ON sources (used_ms);
-CREATE INDEX segments_by_use ON segments (used_ms);
-"""
-_SINCE_2 = """
-CREATE INDEX leases_by_end ON leases (expires_ms);
-CREATE INDEX leases_by_run ON leases (run);
-CREATE TABLE flights (key TEXT PRIMARY KEY, owner TEXT NOT NULL, expires_ms INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE stores (id TEXT PRIMARY KEY) WITHOUT ROWID;
-"""
-_FROM_1 = """
-ALTER TABLE objects ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE sources ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
-UPDATE objects SET bytes = width * height * 3 * (SELECT COUNT(DISTINCT frame) FROM frames WHERE media = digest);
-"""
-_TABLES = {
-    Unit.OBJECT: ("objects", "digest"),
-    Unit.SOURCE: ("sources", "digest"),
-    Unit.SEGMENT: ("segments", "key"),
-}
-_HELD = "EXISTS (SELECT 1 FROM leased JOIN leases ON id = lease WHERE expires_ms > :now AND leased.digest IN ({}))"
-_IDLE = f"""
-SELECT * FROM (SELECT 'object', digest, used_ms FROM objects o WHERE NOT {_HELD.format("o.digest")}
-               ORDER BY used_ms LIMIT :most)
-UNION ALL
-SELECT * FROM (SELECT 'source', digest, used_ms FROM sources s WHERE NOT {_HELD.format("s.digest")}
-               ORDER BY used_ms LIMIT :most)
-UNION ALL
-SELECT * FROM (SELECT 'segment', key, used_ms FROM segments g WHERE NOT {_HELD.format("g.key, g.media")}
-               ORDER BY used_ms LIMIT :most)
-ORDER BY used_ms LIMIT :limit OFFSET :skip
-"""
-_OWNERS = {
-    Kind.FRAME: "SELECT media FROM frames WHERE frame = :digest",
-    Kind.MANIFEST: ":digest",
-    Kind.SOURCE: ":digest",
-    Kind.SEGMENT: ":digest, (SELECT media FROM segments WHERE key = :digest)",
-}
-_KNOWN = (
-    "SELECT EXISTS (SELECT 1 FROM aliases WHERE alias = ?1) OR EXISTS (SELECT 1 FROM segments WHERE key = ?1)"
-)
-_SIZES_HELD = """
-SELECT DISTINCT leased.digest, COALESCE(objects.bytes, segments.bytes, sources.bytes, 0)
-FROM leases JOIN leased ON lease = id
-LEFT JOIN objects ON objects.digest = leased.digest
-LEFT JOIN segments ON segments.key = leased.digest
-LEFT JOIN sources ON sources.digest = leased.digest
-WHERE run = :run AND expires_ms > :now
-"""
 
 
 class SqliteIndex:
@@ -117,16 +45,15 @@ class SqliteIndex:
 
     def _make_schema(self, db: sqlite3.Connection) -> None:
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, 1, _VERSION):
+        if version not in tables.CHANGES:
             raise OmnifleetError(
                 Reason.INVALID_CONFIG,
-                f"{self._path} is an index of version {version}, this build reads {_VERSION}",
+                f"{self._path} is an index of version {version}, this build reads {tables.VERSION}",
                 knob="media.store",
             )
-        changes = {0: _SCHEMA + _SINCE_2, 1: _FROM_1 + _SINCE_2, _VERSION: ""}[version]
-        for statement in filter(str.strip, changes.split(";")):
+        for statement in filter(str.strip, tables.CHANGES[version].split(";")):
             db.execute(statement)
-        db.execute(f"PRAGMA user_version = {_VERSION}")
+        db.execute(f"PRAGMA user_version = {tables.VERSION}")
 
     async def _read(self, step: Callable[[sqlite3.Connection], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, step, "BEGIN")
@@ -251,7 +178,7 @@ class SqliteIndex:
     async def touch(self, used: Mapping[Entry, int]) -> None:
         def step(db: sqlite3.Connection) -> None:
             for entry, used_ms in used.items():
-                table, column = _TABLES[entry.unit]
+                table, column = tables.TABLES[entry.unit]
                 db.execute(
                     f"UPDATE {table} SET used_ms = ?1 WHERE {column} = ?2 AND used_ms < ?1",
                     (used_ms, entry.digest),
@@ -309,7 +236,7 @@ class SqliteIndex:
 
     async def held(self, run: str, now_ms: int) -> dict[Digest, int]:
         def step(db: sqlite3.Connection) -> dict[Digest, int]:
-            rows = db.execute(_SIZES_HELD, {"run": run, "now": now_ms}).fetchall()
+            rows = db.execute(tables.SIZES_HELD, {"run": run, "now": now_ms}).fetchall()
             return {Digest(digest): size for digest, size in rows}
 
         return await self._read(step)
@@ -318,7 +245,7 @@ class SqliteIndex:
         def step(db: sqlite3.Connection) -> set[BlobName]:
             found = set()
             for name in names:
-                query = f"SELECT {_HELD.format(_OWNERS[name.kind])}"
+                query = f"SELECT {tables.HELD.format(tables.OWNERS[name.kind])}"
                 if db.execute(query, {"digest": name.digest, "now": now_ms}).fetchone()[0]:
                     found.add(name)
             return found
@@ -344,7 +271,7 @@ class SqliteIndex:
             )
             db.execute("DELETE FROM leases WHERE expires_ms <= ?", (now_ms,))
             bounds = {"now": now_ms, "limit": limit, "skip": skip, "most": limit + skip}
-            rows = db.execute(_IDLE, bounds).fetchall()
+            rows = db.execute(tables.IDLE, bounds).fetchall()
             return [Entry(Unit(unit), Digest(digest)) for unit, digest, _ in rows]
 
         return await self._write(step)
@@ -354,7 +281,7 @@ class SqliteIndex:
             if _held(db, entry, now_ms):
                 return None
             frames = _unshared_frames(db, entry.digest) if entry.unit is Unit.OBJECT else []
-            table, column = _TABLES[entry.unit]
+            table, column = tables.TABLES[entry.unit]
             if db.execute(f"DELETE FROM {table} WHERE {column} = ?", (entry.digest,)).rowcount == 0:
                 return None
             if entry.unit is not Unit.OBJECT:
@@ -373,7 +300,7 @@ class SqliteIndex:
             if row is not None and row[0] != owner and row[1] > now_ms:
                 return Claim.OTHERS
             db.execute("INSERT OR REPLACE INTO flights VALUES (?, ?, ?)", (key, owner, expires_ms))
-            return Claim.KNOWN if db.execute(_KNOWN, (key,)).fetchone()[0] else Claim.OURS
+            return Claim.KNOWN if db.execute(tables.KNOWN, (key,)).fetchone()[0] else Claim.OURS
 
         return await self._write(step)
 
@@ -397,7 +324,7 @@ class SqliteIndex:
         try:
             # A full-sync commit flushes the log with every transaction before it.
             self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute(f"PRAGMA user_version = {_VERSION}")
+            self._db.execute(f"PRAGMA user_version = {tables.VERSION}")
             self._db.execute("PRAGMA synchronous = NORMAL")
         except sqlite3.DatabaseError as error:
             raise _index_error(self._path, error) from error
@@ -428,7 +355,7 @@ def _held(db: sqlite3.Connection, entry: Entry, now_ms: int) -> bool:
     if entry.unit is Unit.SEGMENT:
         by = ":digest, (SELECT media FROM segments WHERE key = :digest)"
     return bool(
-        db.execute(f"SELECT {_HELD.format(by)}", {"digest": entry.digest, "now": now_ms}).fetchone()[0]
+        db.execute(f"SELECT {tables.HELD.format(by)}", {"digest": entry.digest, "now": now_ms}).fetchone()[0]
     )
 
 

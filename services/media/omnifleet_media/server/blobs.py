@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+
 import numpy as np
 
 from omnifleet.address import digest_bytes, frame_digest, media_digest, source_digest, track_digest
 from omnifleet.types import Digest
-from omnifleet_media.address.manifest import is_track
+from omnifleet_media.address.manifest import MediaObject, is_track
 from omnifleet_media.index.port import Index, Kind, SegmentRecord
 from omnifleet_media.server.record import manifest_of
 from omnifleet_media.store.blob import Blob
+from omnifleet_media.store.tiers import Store
 
 
 def frame_blob(digest: Digest, height: int, width: int) -> Blob:
@@ -52,6 +56,19 @@ def segment_blob(key: Digest, content: Digest) -> Blob:
 def record_blob(record: SegmentRecord) -> Blob:
     """The blob of a segment."""
     return segment_blob(record.key, record.content)
+
+
+def object_blobs(item: MediaObject) -> list[Blob]:
+    """The frames of an object, each once, and its manifest."""
+    frames = [frame_blob(frame, item.height, item.width) for frame in dict.fromkeys(item.frames)]
+    return [*frames, manifest_blob(item.digest)]
+
+
+async def holds(store: Store, blobs: Iterable[Blob]) -> bool:
+    """Whether the bytes of all blobs are on this host, or in the object store."""
+    if store.objects is None:
+        return all(store.disk.has(blob) for blob in blobs)
+    return await asyncio.to_thread(lambda: all(store.has(blob) for blob in blobs))
 
 
 async def find_blob(index: Index, kind: Kind, digest: Digest) -> Blob | None:

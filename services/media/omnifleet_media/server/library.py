@@ -34,14 +34,16 @@ from omnifleet_media.segment.work import takes_clips
 from omnifleet_media.server.blobs import (
     find_blob,
     frame_blob,
+    holds,
     manifest_blob,
-    manifest_file,
+    object_blobs,
     record_blob,
     segment_blob,
     source_blob,
 )
 from omnifleet_media.server.flights import Flights
-from omnifleet_media.server.record import Record, read_record, record_bytes
+from omnifleet_media.server.record import Record, record_bytes
+from omnifleet_media.server.recovery import Recovery
 from omnifleet_media.server.retention import Retention, now_ms
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.tiers import Store
@@ -50,7 +52,6 @@ log = logging.getLogger("omnifleet.media")
 
 _CONFIG_BYTES = 64 << 10
 _TRIES = 3
-_LOOK_S = 1.0
 Piece = tuple[Blob, bytes | memoryview]
 ContractOf = Callable[[SourceType], DecodeContract]
 
@@ -94,6 +95,7 @@ class Library:
         self.config, self.store, self.index, self.retention = config, store, index, retention
         self.counters = counters
         self._decoder, self._processors = decoder, processors
+        self.recovery = Recovery(store, index, counters)
         self._flights = Flights(index)
         self._decodes: SingleFlight[Digest, tuple[_Made, bool]] = SingleFlight()
         self._segments: SingleFlight[Digest, tuple[SegmentRecord, bool]] = SingleFlight()
@@ -171,7 +173,7 @@ class Library:
         """The object of an alias, if its bytes are here; a lost one is made again from the source."""
         media = await self.index.find_alias(alias)
         item = await self.index.read_object(media) if media else None
-        if item is None or not await self.holds(_object_blobs(item)):
+        if item is None or not await self.holds(object_blobs(item)):
             return None
         return _Made(item)
 
@@ -206,7 +208,7 @@ class Library:
         await self.index.write_object(record.item, record.alias, now_ms(), source)
 
     async def _make_durable(self, item: MediaObject, source: Digest) -> None:
-        blobs = [*_object_blobs(item), source_blob(source)]
+        blobs = [*object_blobs(item), source_blob(source)]
         await asyncio.to_thread(self.store.sync, blobs)
         await self.index.sync()
 
@@ -225,58 +227,11 @@ class Library:
             await commit()
         return new
 
-    # ------------------------------------------------------------------ an index that lost its memory
-
-    async def keep_index(self) -> None:
-        """See to it that the index knows what the store holds, until cancelled."""
-        while True:
-            try:
-                await self.recover()
-            except OmnifleetError as error:
-                log.warning("the index could not be told what the store holds: %s", error)
-            await asyncio.sleep(_LOOK_S)
-
-    async def recover(self) -> int:
-        """Tell an index that is new, or was emptied, what the store holds; answers how many objects that were."""
-        disk = self.store.disk
-        if await self.index.knows_store(disk.id):
-            return 0
-        told = 0
-        for digest in await asyncio.to_thread(lambda: [d for _, d, _ in disk.walk(Kind.MANIFEST)]):
-            if await self.index.read_object(digest) is None and await self._restore(digest) is not None:
-                told += 1
-        await self.index.mark_store(disk.id)
-        if told:
-            log.warning(
-                "the index had lost its memory: told it %d objects from %s", told, disk.path("", Digest(""))
-            )
-        return told
-
-    async def _restore(self, digest: Digest) -> MediaObject | None:
-        """An object that the index does not know, from the record in its manifest's file; None if it is not whole."""
-        try:
-            data = await asyncio.to_thread(self.store.open, manifest_file(digest))
-        except OmnifleetError as error:
-            if error.reason in (Reason.MEDIA_LOST, Reason.CORRUPT):
-                return None
-            raise
-        record = read_record(data, digest)
-        if record is None:
-            return None
-        async with self.store.gate.writing():
-            if not await self.holds(_object_blobs(record.item)):
-                return None
-            has_source = await self.holds([source_blob(record.source)])
-            source = (record.source, record.source_bytes) if has_source else None
-            await self.index.write_object(record.item, record.alias, now_ms(), source)
-        self.counters.add("objects_restored")
-        return record.item
-
     # ------------------------------------------------------------------ out
 
     async def read(self, digest: Digest) -> MediaObject:
         """A media object. Raises OmnifleetError: NOT_FOUND; UNAVAILABLE while the index is told what is here."""
-        item = await self.index.read_object(digest) or await self._restore(digest)
+        item = await self.index.read_object(digest) or await self.recovery.restore(digest)
         if item is None:
             await self.retention.refuse_unless_known()
             raise OmnifleetError(
@@ -310,9 +265,7 @@ class Library:
 
     async def holds(self, blobs: Iterable[Blob]) -> bool:
         """Whether the bytes of all blobs are here, or in the object store."""
-        if self.store.objects is None:
-            return all(self.store.disk.has(blob) for blob in blobs)
-        return await asyncio.to_thread(lambda: all(self.store.has(blob) for blob in blobs))
+        return await holds(self.store, blobs)
 
     async def tiers(self, blob: Blob) -> list[str]:
         """Names of the tiers that hold a blob."""
@@ -397,11 +350,6 @@ class Library:
             return []
         step = -(-len(item.timestamps_us) // record.grid[0])
         return [us / 1_000_000 for us in item.timestamps_us[::step]]
-
-
-def _object_blobs(item: MediaObject) -> list[Blob]:
-    frames = [frame_blob(frame, item.height, item.width) for frame in dict.fromkeys(item.frames)]
-    return [*frames, manifest_blob(item.digest)]
 
 
 def _parse_config(config_json: str) -> dict[str, object]:

@@ -96,7 +96,7 @@ async def media_service(config: MediaConfig, folder: Path, tokens: Tokens) -> As
         door = Door(library, Fetcher(config.sources, config.limits), payload)
         add_rates(library, payload)
         rpc = MediaRpc(door)
-        for work in (library.warm(), library.keep_index(), retention.keep_notes()):
+        for work in (library.warm(), library.recovery.keep(), retention.keep_notes()):
             task = asyncio.create_task(work)
             stack.push_async_callback(_stop, task)
         app = media_app(door, tokens, lambda: rpc.state == "serving")
