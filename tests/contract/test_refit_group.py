@@ -84,10 +84,13 @@ async def test_NCL_11_bfloat16_is_rounded_to_nearest_even_and_arrives_bit_for_bi
         sender.courier.close()
 
 
-async def test_NCL_08_many_groups_form_at_once_and_again_on_ports_that_nobody_probed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [4, pytest.param(20, marks=pytest.mark.soak)])
+async def test_NCL_08_many_groups_form_at_once_and_again_on_ports_that_nobody_probed(
+    tmp_path: Path, rounds: int
+) -> None:
     async with receiving(write_checkpoint(tmp_path / "c"), 8) as workers:
         senders = [Sender() for _ in workers]
-        for step in range(5):
+        for step in range(rounds):
 
             async def one(sender: Sender, worker: Receiving, step: int = step) -> None:
                 await sender.publish([worker], step, whole=True)
@@ -95,6 +98,27 @@ async def test_NCL_08_many_groups_form_at_once_and_again_on_ports_that_nobody_pr
 
             await asyncio.gather(*map(one, senders, workers))
             assert all(worker.holds(step) for worker in workers)
+
+
+async def test_NCL_05_padding_is_left_alone_and_a_vocabulary_of_another_size_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 1) as (worker,):
+        sender = Sender()
+        for step in range(2):
+            await sender.publish([worker], step, whole=True)
+            embed = worker.engine.model.embed
+            assert torch.equal(embed[:13], tensors(step)["embed"])
+            assert not embed[13:].any(), "rows that the trainer does not have"
+        resized = Sender("resized")
+        weights = {**tensors(2), "embed": torch.zeros(14, 8)}
+        resized.snapshot.pack(weights.items(), weights)
+        shipment = resized.snapshot.shipment(WeightVersion("r", "resized", 2), None, None, True)
+        outcome = (await resized.stage([worker], shipment))["w0"]
+        assert isinstance(outcome, OmnifleetError) and "embed is F32[14, 8]" in outcome.message
+        assert worker.holds(1)
+        for one in (sender, resized):
+            one.courier.close()
 
 
 async def refused(sender: Sender, worker: Receiving, manifest: refit_pb2.Manifest, shipment: Shipment) -> str:
