@@ -129,7 +129,7 @@ async def main(quick: bool) -> dict[str, Any]:
     print(f"{'':24}{'items/s/core':>14}{'alone, µs':>12}{'pool, µs':>12}{'overhead, µs':>14}")
     async with service(1) as made:
         for case in CASES:
-            count = (100 if quick else 400) if "roots" in case.name else (1000 if quick else 5000)
+            count = (50 if quick else 400) if "roots" in case.name else (1000 if quick else 5000)
             rate = statistics.median(alone(case, count) for _ in range(3))
             pool_us = min([await through_pool(made, case, count) for _ in range(3)])
             alone_us = 1e6 / rate
