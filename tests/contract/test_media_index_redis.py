@@ -15,6 +15,7 @@ from omnifleet.types import Digest, Lease, MediaKind
 from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index.port import BlobName, Entry, Kind, Unit
 from omnifleet_media.index.redis import RedisIndex
+from omnifleet_media.index.where import without_secrets
 from tests.support_redis import RedisServer, redis_server
 
 
@@ -223,6 +224,8 @@ async def test_a_wrong_address_is_told_without_its_password() -> None:
         RedisIndex("redis://user:hush@host:port/0")
     assert caught.value.reason is Reason.INVALID_CONFIG
     assert "hush" not in str(caught.value)
+    assert without_secrets("redis://user:hu@sh@host:1/0?x=y") == "redis://host:1/0"
+    assert without_secrets("sqlite") == "sqlite"
 
 
 async def test_a_refused_login_is_a_setting_to_mend(server: RedisServer) -> None:

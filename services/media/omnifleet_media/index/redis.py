@@ -23,6 +23,7 @@ from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index import scripts
 from omnifleet_media.index.codec import object_facts, object_from
 from omnifleet_media.index.port import BlobName, Claim, Entry, Kind, SegmentRecord, Unit
+from omnifleet_media.index.where import without_secrets
 
 log = logging.getLogger("omnifleet.media")
 
@@ -66,7 +67,7 @@ class RedisIndex:
 
         patience_s: how long one step is tried; reply_s: how long one reply may take.
         """
-        self._where = _without_secrets(url)
+        self._where = without_secrets(url)
         self._patience_s = patience_s
         try:
             pool = BlockingConnectionPool.from_url(
@@ -305,9 +306,3 @@ def _is_refused_login(error: BaseException) -> bool:
         or "authenticat" in str(error).lower()
         or "WRONGPASS" in str(error)
     )
-
-
-def _without_secrets(url: str) -> str:
-    """The address without user and password."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"

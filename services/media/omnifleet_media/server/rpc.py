@@ -27,6 +27,7 @@ from omnifleet.wire.server import CHUNK_BYTES, INSTANCE, handshake
 from omnifleet_media.address.contract import DecodeContract
 from omnifleet_media.address.manifest import MediaObject, is_track
 from omnifleet_media.index.port import Kind, SegmentRecord
+from omnifleet_media.index.where import without_secrets
 from omnifleet_media.ingest.slot import contract_for
 from omnifleet_media.ingest.sniff import SourceType
 from omnifleet_media.server.blobs import find_blob, frame_blob, manifest_blob, record_blob
@@ -193,7 +194,7 @@ class MediaRpc(MediaServicer):
             state=self.state,
             counters=counters_to_wire(counters),
             facts={
-                "index": config.index,
+                "index": without_secrets(config.index),
                 "disk": f"{store.disk.used} of {config.disk_bytes} bytes",
                 "shared_memory": f"{store.shared.used} of {config.shared_memory_bytes} bytes",
             },
