@@ -446,7 +446,10 @@ async def test_uploads_in_memory_are_bounded_together(tmp_path: Path) -> None:
 
 async def test_a_json_body_is_read_strictly(tmp_path: Path) -> None:
     async with routes(tmp_path) as route:
+        large = await route.http.post("/v1/media", json={"url": "data:," + "x" * (1 << 20)})
+        assert (large.status_code, "raw body" in large.json()["error"]["message"]) == (413, True)
         for body in (
+            "[" * 100_000,
             "[]",
             "{}",
             '{"url": 3}',
