@@ -3,7 +3,8 @@
     python bench/media/growth.py [--objects 1000000] [--index sqlite redis]
 
 An object here is one picture: object, frame, alias and source. It is filled in bulk with the index's own statements, and
-measured through its port, one call at a time. Redis is a server that this script starts (no append-only file).
+measured through its port, one call at a time. Both lie in memory: SQLite's file in /dev/shm, as if the page cache held
+it; Redis is a server that this script starts, without its append-only file.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SMALL = 10_000
 SAMPLES = 2_000
 EVICT = 256
 FOREVER = 1 << 45
+BULK = {"sqlite": 250_000, "redis": 5_000}  # one transaction, one pipeline
 
 
 def name(kind: str, i: int) -> Digest:
@@ -48,6 +50,12 @@ async def fill_sqlite(index: SqliteIndex, first: int, last: int) -> None:
     import json
 
     def step(db: Any) -> None:
+        (pages,) = db.execute("PRAGMA cache_size").fetchone()
+        db.execute("PRAGMA cache_size = -2000000")  # filled in memory, measured with the index's own cache
+        rows(db)
+        db.execute(f"PRAGMA cache_size = {pages}")
+
+    def rows(db: Any) -> None:
         for i in range(first, last):
             item = picture(i)
             row = (item.digest, "image", 640, 480, "[]", json.dumps(dict(item.facts)), i, item.bytes)
@@ -126,7 +134,7 @@ async def measure(index: Index, objects: int, evicted: int) -> dict[str, float]:
 async def opened(kind: str, folder: Path) -> AsyncIterator[tuple[Index, Any, Callable[[], int]]]:
     if kind == "sqlite":
         index = SqliteIndex(folder / "index.sqlite")
-        yield index, fill_sqlite, lambda: sum(f.stat().st_size for f in folder.glob("index.sqlite*"))
+        yield index, fill_sqlite, lambda: (folder / "index.sqlite").stat().st_size  # without its log
         await index.close()
         return
     socket = folder / "s"
@@ -152,13 +160,13 @@ def _start_redis(folder: Path) -> subprocess.Popen[bytes]:
 
 
 async def grow(kind: str, objects: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="omnifleet-growth-") as folder:
+    with tempfile.TemporaryDirectory(prefix="om-growth-", dir="/dev/shm") as folder:
         async with opened(kind, Path(folder)) as (index, fill, used):
             before, filled, rows = used(), 0, []
             for goal in (SMALL, objects):
                 while filled < goal:
-                    await fill(index, filled, min(filled + 5_000, goal))
-                    filled = min(filled + 5_000, goal)
+                    await fill(index, filled, min(filled + BULK[kind], goal))
+                    filled = min(filled + BULK[kind], goal)
                 size = (used() - before) / filled
                 rows.append((await measure(index, filled, EVICT * len(rows)), size))
             (small, small_size), (large, large_size) = rows
