@@ -18,7 +18,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.vllm_launch import vllm_version
 from omnifleet_rollout.refit.buckets import DTYPES
-from omnifleet_rollout.refit.notice import tell_at
+from omnifleet_rollout.refit.door import Door
 from omnifleet_rollout.refit.plan import NotPlannable, Plan, record, state_digests
 from omnifleet_rollout.refit.stager import Stager
 from omnifleet_rollout.refit.weights import Weights
@@ -37,18 +37,12 @@ class OmnifleetExtension:
     device: torch.device
     _omni: Weights
     _omni_stager: Stager
+    _omni_door: Door
     _omni_encoded = 0
 
     def omni_ready(self) -> str:
         """Look for the seams and start counting. Call once, before any request."""
         return _answer(self._omni_ready)
-
-    def omni_stage(self, manifest_json: str, source: str, notices: str) -> str:
-        """Check a manifest against our table and start to receive into the shadow, beside the engine's steps.
-
-        notices: address of the socket that is told how it ended.
-        """
-        return _answer(lambda: self._omni_stager.begin(manifest_json, source, tell_at(notices)))
 
     def omni_commit(self, manifest_digest: str) -> str:
         """Load the shadow. One call, so no engine step sees half of it."""
@@ -81,7 +75,8 @@ class OmnifleetExtension:
             model, self._omni, plan, lambda: self._omni_load(model), torch.device(self.device), rank
         )
         transports = ["shm", "nccl"] + ["cuda_ipc"] * (torch.device(self.device).type == "cuda")
-        return {"transports": transports, "plan": plan.key if plan else ""}
+        self._omni_door = Door(self._omni_stager.begin)
+        return {"transports": transports, "plan": plan.key if plan else "", "door": self._omni_door.name}
 
     def _omni_plan(self, model: torch.nn.Module, rank: int) -> Plan | None:
         """Learn where source slices land. None where the engine packs its weights, or the loader can't be followed."""

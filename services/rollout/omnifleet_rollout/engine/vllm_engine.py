@@ -31,7 +31,7 @@ from omnifleet_rollout.engine.port import (
 from omnifleet_rollout.engine.vllm_compat import check, look
 from omnifleet_rollout.engine.vllm_launch import launch, set_environment, vllm_version
 from omnifleet_rollout.engine.vllm_media import PromptMedia
-from omnifleet_rollout.refit.notice import Notices
+from omnifleet_rollout.refit.door import knock
 
 log = logging.getLogger("omnifleet.rollout.engine")
 Result = TypeVar("Result")
@@ -58,6 +58,7 @@ class VllmEngine:
         )
         self._llm: Any = None
         self._stuck = ""
+        self._doors: list[str] = []
         self._stats = EngineStats()
         self._counters: dict[str, float] = {"encoder_items": 0.0}
         self._polling: asyncio.Task[None] | None = None
@@ -86,6 +87,7 @@ class VllmEngine:
             ) from error
         vllm_seams.check_front(self._llm, media=self._media.takes_any)
         ranks = await self._rpc_all("omni_ready")
+        self._doors = [str(rank["door"]) for rank in ranks]
         await self._within(_RPC_S, self._warm_up(), "generate its first token")
         engine = self._config.engine
         self._facts = EngineFacts(
@@ -310,9 +312,8 @@ class VllmEngine:
 
     async def stage(self, manifest_json: str, source: str) -> int:
         """Receive, verify, keep in the shadow, beside the engine's steps. See `Engine.stage`."""
-        with Notices.open() as notices:
-            await self._rpc("omni_stage", manifest_json, source, notices.address)
-            return (await notices.all(self.facts.ranks, self.alive))[0]
+        sizes = await asyncio.gather(*(knock(door, manifest_json, source) for door in self._doors))
+        return sizes[0]
 
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool

@@ -75,7 +75,8 @@ class Receiver:
         staging = self._staging
         if staging is not None and digest in ("", staging):
             await self._engine.drop_stage()
-            async with self._busy:  # the stage ends now, with an error of its own
+            async with self._busy:  # the stage ends now; even if it had just succeeded, the shadow is empty
+                self._staged = None
                 return self._standing.version
         return await self._alone(lambda: self._abort(digest), 0.0, "abort")
 

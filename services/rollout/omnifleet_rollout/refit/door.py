@@ -1,0 +1,121 @@
+"""Orders to stage, on a socket of the process that holds the weights, so that none waits for a step of its engine.
+
+The name is in Linux's abstract space: no file is left behind by a process that is killed. Only processes of our own user
+are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from omnifleet.errors import OmnifleetError, Reason, retryable
+
+log = logging.getLogger("omnifleet.rollout.refit")
+Tell = Callable[[int | OmnifleetError], None]
+Begin = Callable[[str, str, Tell], None]
+_ORDER_BYTES = 256 << 20
+_READ_S = 30.0
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Door:
+    """Listens from the start. begin: takes (manifest as JSON, source, tell) and calls tell once, when the stage has ended."""
+
+    def __init__(self, begin: Begin) -> None:
+        self._begin = begin
+        self.name = f"omnifleet-stage-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("\0" + self.name)
+        self._listener.listen(4)
+        threading.Thread(target=self._accept, name="refit door", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more orders."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(caller,), name="refit order", daemon=True).start()
+
+    def _answer(self, caller: socket.socket) -> None:
+        ended = threading.Event()
+        word: dict[str, Any] = {}
+
+        def tell(end: int | OmnifleetError) -> None:
+            word.update(_refusal(end) if isinstance(end, OmnifleetError) else {"bytes": end})
+            ended.set()
+
+        with caller:
+            try:
+                _check_caller(caller)
+                order = json.loads(_read_all(caller))
+                self._begin(order["manifest"], order["source"], tell)
+                ended.wait()
+            except OmnifleetError as error:
+                word.update(_refusal(error))
+            except (OSError, ValueError, KeyError) as error:
+                log.warning("an order to stage could not be read: %s", error)
+                return
+            try:
+                caller.sendall(json.dumps(word).encode())
+            except OSError:
+                return  # who asked is gone; what is staged waits for the next order
+
+
+async def knock(name: str, manifest_json: str, source: str) -> int:
+    """Have the process behind a door stage; bytes. Raises what it says, WORKER_LOST if it ends meanwhile."""
+    try:
+        reader, writer = await asyncio.open_unix_connection("\0" + name)
+        try:
+            writer.write(json.dumps({"manifest": manifest_json, "source": source}).encode())
+            writer.write_eof()
+            answer = await reader.read(-1)
+        finally:
+            writer.close()
+    except OSError as error:
+        raise retryable(Reason.WORKER_LOST, f"the engine's process is gone: {error}") from error
+    if not answer:
+        raise retryable(Reason.WORKER_LOST, "the engine's process ended while it staged")
+    word: dict[str, Any] = json.loads(answer)
+    if "reason" in word:
+        raise OmnifleetError(Reason(word["reason"]), word["message"], word["retryable"], word["knob"])
+    return int(word["bytes"])
+
+
+def _check_caller(caller: socket.socket) -> None:
+    raw = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+        raise OmnifleetError(Reason.FORBIDDEN, "this socket is for processes of its own user")
+
+
+def _read_all(caller: socket.socket) -> bytes:
+    caller.settimeout(_READ_S)
+    data = bytearray()
+    while piece := caller.recv(1 << 20):
+        data += piece
+        if len(data) > _ORDER_BYTES:
+            raise OmnifleetError(Reason.LIMIT_EXCEEDED, f"an order of more than {_ORDER_BYTES} bytes")
+    caller.settimeout(None)
+    return bytes(data)
+
+
+def _refusal(error: OmnifleetError) -> dict[str, Any]:
+    return {
+        "reason": str(error.reason),
+        "message": error.message,
+        "retryable": error.retryable,
+        "knob": error.knob,
+    }

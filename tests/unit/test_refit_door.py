@@ -1,0 +1,52 @@
+"""Orders to stage on a socket: answers and refusals cross as they are, and a process that ends is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet_rollout.refit.door import Door, Tell, knock
+
+
+async def test_bytes_and_refusals_cross_as_they_are() -> None:
+    def begin(manifest: str, source: str, tell: Tell) -> None:
+        if source == "refuse":
+            raise OmnifleetError(Reason.REFIT_REJECTED, "no", knob="k")
+        if source == "fail later":
+            threading.Thread(target=tell, args=(retryable(Reason.DEADLINE, "late"),)).start()
+            return
+        threading.Thread(target=tell, args=(len(manifest),)).start()
+
+    door = Door(begin)
+    assert await knock(door.name, "x" * (3 << 20), "path") == 3 << 20
+    with pytest.raises(OmnifleetError) as refused:
+        await knock(door.name, "{}", "refuse")
+    assert refused.value.reason is Reason.REFIT_REJECTED and refused.value.knob == "k"
+    with pytest.raises(OmnifleetError) as late:
+        await knock(door.name, "{}", "fail later")
+    assert late.value.reason is Reason.DEADLINE and late.value.retryable
+    door.close()
+
+
+async def test_two_orders_are_answered_each_by_itself() -> None:
+    tells: dict[str, Tell] = {}
+    door = Door(lambda manifest, source, tell: tells.__setitem__(source, tell))
+    one = asyncio.create_task(knock(door.name, "{}", "one"))
+    two = asyncio.create_task(knock(door.name, "{}", "two"))
+    async with asyncio.timeout(10):
+        while len(tells) < 2:  # noqa: ASYNC110  the door's threads tell no event
+            await asyncio.sleep(0.005)
+    tells["two"](2)
+    assert await two == 2
+    tells["one"](1)
+    assert await one == 1
+    door.close()
+
+
+async def test_a_door_that_is_not_there_is_a_lost_worker() -> None:
+    with pytest.raises(OmnifleetError) as lost:
+        await knock("omnifleet-stage-nobody", "{}", "path")
+    assert lost.value.reason is Reason.WORKER_LOST and lost.value.retryable
