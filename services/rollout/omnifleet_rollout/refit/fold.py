@@ -20,6 +20,7 @@ _LEAST_ROWS = 32
 _WIDE = 16
 """Lanes of the kernel: tensor cores take no fewer; those beyond LANES have keys of zero."""
 _BLOCK, _STEP = 64, 256
+_TRITON = find_spec("triton") is not None
 _P1, _P2, _P3 = (p - (1 << 64) if p >> 63 else p for p in MULTIPLIERS)
 
 
@@ -36,7 +37,7 @@ def row_sums(bucket: torch.Tensor) -> torch.Tensor:
     """The keyed sums of each row, int32 [rows, LANES]; the only pass over the bytes."""
     rows = bucket.numel() // ROW_BYTES
     matrix = bucket.view(torch.int8).view(rows, ROW_BYTES)
-    if bucket.is_cuda and find_spec("triton") is not None:
+    if bucket.is_cuda and _TRITON:
         sums = torch.empty(rows, _WIDE, dtype=torch.int32, device=bucket.device)
         from omnifleet_rollout.refit.fold_kernel import sum_rows
 
@@ -55,7 +56,9 @@ def digests(sums: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
     places, bounds = _layout(len(words), tuple(starts), sums.device)
     z = (words ^ places) * _P2
     mixed = (z ^ ((z >> SHIFT) & ((1 << (64 - SHIFT)) - 1))) * _P3
-    totals = torch.cat([mixed.new_zeros(1, WORDS), mixed.cumsum(0)])
+    # One scan a word: over the outer dimension of few columns a device scans row after row.
+    scans = [mixed[:, word].contiguous().cumsum(0) for word in range(WORDS)]
+    totals = torch.cat([mixed.new_zeros(1, WORDS), torch.stack(scans, 1)])
     return totals[bounds[1:]] - totals[bounds[:-1]]
 
 
@@ -72,7 +75,7 @@ def _keys(device: torch.device, wide: int) -> torch.Tensor:
     return columns.to(device).t()
 
 
-@lru_cache(4096)
+@lru_cache(64)
 def _layout(rows: int, starts: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """j * P1 for each row, j its number within its tensor [rows, 1]; and the tensors' bounds in rows [len(starts) + 1].
 

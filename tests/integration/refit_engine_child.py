@@ -1,0 +1,137 @@
+"""Refits of a real vLLM CPU engine over a gloo group, with faults in between; then the oracle: a fresh engine.
+
+Run as `python -m tests.integration.refit_engine_child FOLDER`; prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from omnifleet.config.services import RolloutConfig
+from omnifleet_rollout.engine.vllm_launch import set_environment
+
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 64 << 20,
+    "block_size": 32,
+    "threads": 1,
+    "processor_cache_gb": 0.05,
+}
+CONFIG = RolloutConfig.model_validate({"engine": ENGINE})
+set_environment(CONFIG.engine)
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from omnifleet.errors import OmnifleetError  # noqa: E402
+from omnifleet.telemetry.counters import Counters  # noqa: E402
+from omnifleet.types import InFlight, WeightVersion  # noqa: E402
+from omnifleet.wire.manifest import base_version  # noqa: E402
+from omnifleet_rollout.engine.vllm_engine import VllmEngine  # noqa: E402
+
+PROMPTS = 64
+
+
+@asynccontextmanager
+async def engine_of(model: Path) -> AsyncIterator[VllmEngine]:
+    async def no_media() -> str:
+        raise RuntimeError("no media here")
+
+    engine = VllmEngine(model, CONFIG, find_media=no_media, secret="")
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+async def scores(engine: VllmEngine) -> list[list[float]]:
+    """Logprobs of six fixed tokens after each of 64 fixed prompts, one prompt at a time: batches change rounding."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(PROMPTS):
+        ids = torch.randint(5, 200, (18,), generator=generator).tolist()
+        prompt = await engine.prepare(ids[:12], (), "test")
+        made.append(await engine.score(prompt, ids[12:]))
+    return made
+
+
+def moved(weights: dict[str, Any], step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: t + 0.05 * torch.randn(t.shape, generator=generator) if "visual" not in name else t
+        for name, t in weights.items()
+    }
+
+
+async def main(folder: Path) -> None:
+    from omnifleet_rollout.refit.receiver import Receiver
+    from omnifleet_rollout.worker.gate import Gate
+    from omnifleet_rollout.worker.standing import Standing
+
+    model, exported = folder / "model", folder / "exported"
+    weights = load_file(model / "model.safetensors")
+    async with engine_of(model) as engine:
+        # No gRPC and no group before the engine is up: its process is forked from this one.
+        from omnifleet_trainer.refit.group import Meeting
+        from omnifleet_trainer.refit.snapshot import Snapshot
+
+        gate = Gate(Standing("w", base_version(engine.facts.tensors)), limit=8)
+        receiver = Receiver(engine, gate, Counters("engine"))
+        meeting, snapshot = Meeting("127.0.0.1"), Snapshot(torch.device("cpu"), 1 << 18)
+        before = await scores(engine)
+
+        async def stage(step: int, *, broken: bool = False) -> str:
+            snapshot.pack(moved(weights, step).items(), {n for n in weights if "visual" not in n})
+            shipment = snapshot.shipment(WeightVersion("r", "l", step), None, None, True)
+            name = meeting.new_name()
+            source = f"group://127.0.0.1:{meeting.port}/{name}?rank=1&size=2&deadline_s=30"
+
+            def send() -> None:
+                import time
+
+                group = meeting.open_group(name, 2, torch.device("cpu"), 30)
+                for number, bucket in enumerate(shipment.buckets):
+                    data = snapshot.buckets[bucket].clone()
+                    if broken and number == 1:
+                        data[77] ^= 1
+                    group.broadcast(data, time.monotonic() + 30)
+
+            sending = asyncio.create_task(asyncio.to_thread(send))
+            try:
+                digest, _ = await receiver.stage(shipment.manifest, source, 60)
+            finally:
+                await asyncio.gather(sending, return_exceptions=True)
+            return digest
+
+        await receiver.commit(await stage(1), InFlight.KEEP, 60)
+        first = await scores(engine)
+        try:
+            await stage(2, broken=True)
+            refused = ""
+        except OmnifleetError as error:
+            refused = error.message
+        after_fault = await scores(engine)
+        await receiver.abort("")
+        await receiver.commit(await stage(3), InFlight.RECOMPUTE, 60)
+        ours = await scores(engine)
+        version = gate.standing.version.number
+    shutil.copytree(model, exported)
+    save_file(moved(weights, 3), exported / "model.safetensors", metadata={"format": "pt"})
+    async with engine_of(exported) as fresh:
+        theirs = await scores(fresh)
+    print("RESULT " + json.dumps({"moved": before != first, "refused": refused, "kept": after_fault == first,
+                                  "version": version, "ours": ours, "theirs": theirs}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
