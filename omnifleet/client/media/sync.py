@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from omnifleet.client.media.answers import Collected, MediaInfo, Segment, Stat, Verified
-from omnifleet.client.media.client import Frame, MediaClient, Track
+from omnifleet.client.media.client import MediaClient
+from omnifleet.client.media.reading import Frame, Track
 from omnifleet.client.status import ServiceStatus
 from omnifleet.processor import ImageProcessorSpec
 from omnifleet.telemetry.payload import PayloadMeter
