@@ -56,7 +56,7 @@ print("RESULT " + json.dumps({
 """
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["untied", "tied"])
 def test_a_plan_of_qwen2_vl_equals_its_loader(tmp_path: Path, tied: bool) -> None:
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 
