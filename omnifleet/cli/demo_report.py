@@ -138,11 +138,11 @@ def save_counters(run_dir: Path) -> None:
 
 
 async def read_counters(run_dir: Path) -> dict[str, float]:
-    """Counters of media, gateway, reward and every worker, as "<who> <name>"."""
+    """Counters of media, gateway, reward and every worker, as "<who> <name>"; payloads of boundaries are left out."""
     merged: dict[str, float] = {}
     for name in sorted(read_records(run_dir)):
-        status = await ask_service(run_dir, name)
-        merged |= {f"{name} {key}": float(value) for key, value in status.get("counters", {}).items()}
+        counters = (await ask_service(run_dir, name)).get("counters", {})
+        merged |= {f"{name} {key}": float(value) for key, value in counters.items() if "/" not in key}
     return merged
 
 
