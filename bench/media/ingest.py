@@ -1,6 +1,6 @@
 """What ingest costs over decoding alone: 1,000 JPEGs and 20 H.264 clips through the service, and through bare libraries.
 
-    python bench/media/ingest.py [--processes 1] [--rounds 3]
+    python bench/media/ingest.py [--processes 1] [--rounds 3] [--share put|read]
 
 Bare: so many processes that read bytes from memory and decode them with Pillow or TorchCodec, and keep nothing. Service:
 a media service in a process of its own with so many decoder processes; a client puts the same bytes over gRPC, and each
@@ -40,28 +40,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", choices=("put", "read"), default="put", help="media.shared_memory_when")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "serve":
-        asyncio.run(serve(arguments.folder, arguments.processes))
+        asyncio.run(serve(arguments.folder, arguments.processes, arguments.share))
     elif arguments.role:
         decode_bare(arguments.role, arguments.processes)
     else:
-        compare(arguments.processes, arguments.rounds)
+        compare(arguments.processes, arguments.rounds, arguments.share)
 
 
-def compare(processes: int, rounds: int) -> None:
+def compare(processes: int, rounds: int, share: str) -> None:
     """Alternate and keep the best rate of each."""
     sources = {"pictures": jpegs(PICTURES + WARM_UP), "clips": h264s(CLIPS + 2)}
     best: dict[tuple[str, str], float] = {}
     for _ in range(rounds):
         for kind, files in sources.items():
             rates = {"bare": bare(kind, files, processes)}
-            rates |= asyncio.run(through_service(kind, files, processes))
+            rates |= asyncio.run(through_service(kind, files, processes, share))
             for way, rate in rates.items():
                 best[kind, way] = max(rate, best.get((kind, way), 0.0))
-    print(f"{processes} decoder process(es), {os.cpu_count()} cores, best of {rounds}")
+    load = os.getloadavg()[0]
+    print(
+        f"{processes} decoder process(es), {os.cpu_count()} cores, load {load:.1f}, best of {rounds}, shared at {share}"
+    )
     print("| | bare | memory | durable | memory / bare | durable / bare |")
     print("|---|---|---|---|---|---|")
     for kind in sources:
@@ -181,7 +185,7 @@ def warm_ups(kind: str) -> int:
 # ---------------------------------------------------------------------- the service
 
 
-async def through_service(kind: str, files: Sequence[bytes], processes: int) -> dict[str, float]:
+async def through_service(kind: str, files: Sequence[bytes], processes: int, share: str) -> dict[str, float]:
     """Files a second that a client puts, by kind of acknowledgement; a fresh service for each."""
     rates = {}
     for way in ("memory", "durable"):
@@ -195,6 +199,8 @@ async def through_service(kind: str, files: Sequence[bytes], processes: int) -> 
                 folder,
                 "--processes",
                 str(processes),
+                "--share",
+                share,
             ]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:  # noqa: ASYNC220
                 assert child.stdout and child.stdin
@@ -226,13 +232,15 @@ async def put_all(address: str, kind: str, files: Sequence[bytes], processes: in
         return (len(files) - first) / (time.perf_counter() - started)
 
 
-async def serve(folder: Path, processes: int) -> None:
+async def serve(folder: Path, processes: int, share: str) -> None:
     """A media service until its input closes."""
     from omnifleet.auth import OPEN
     from omnifleet.config.services import MediaConfig
     from omnifleet_media.server.run import media_service
 
-    config = MediaConfig(decoders=processes, processors=(), shared_memory=folder / "shm")
+    config = MediaConfig.model_validate(
+        {"decoders": processes, "processors": (), "shared_memory_when": share}
+    )
     async with media_service(config, folder, OPEN) as running:
         print(json.dumps(running.grpc), flush=True)
         await asyncio.to_thread(sys.stdin.buffer.read)

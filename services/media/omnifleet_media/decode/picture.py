@@ -109,7 +109,7 @@ def _opaque(picture: Image.Image, background: tuple[int, int, int]) -> Pixels:
     if picture.mode == "F":
         raise OmnifleetError(Reason.INVALID_MEDIA, "pixels are floating point, whose white is not defined")
     if not picture.has_transparency_data:
-        return np.asarray(picture.convert("RGB"))
+        return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
     premultiplied = {"La": "LA", "RGBa": "RGBA"}.get(picture.mode)
     if premultiplied is not None:
         picture = picture.convert(premultiplied)
