@@ -79,7 +79,18 @@ async def fill_redis(index: RedisIndex, first: int, last: int) -> None:
         body = json.dumps(object_facts(item), separators=(",", ":"))
         alias = name("alias", i)
         pipe.evalsha(
-            write_object, 0, "omnifleet:", item.digest, alias, body, "480 640", i, item.bytes, *item.frames
+            write_object,
+            0,
+            "omnifleet:",
+            item.digest,
+            alias,
+            body,
+            "480 640",
+            i,
+            item.bytes,
+            "",
+            0,
+            *item.frames,
         )
         pipe.evalsha(write_source, 0, "omnifleet:", name("source", i), 123456, FOREVER)
     await pipe.execute()
