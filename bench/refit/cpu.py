@@ -69,6 +69,7 @@ def _group(weights: dict[str, torch.Tensor], receivers: int, times: int, verifie
         for thread in threads:
             thread.start()
         group = group or meeting.open_group("bench", size, CPU, 60)
+        group.await_ready(time.monotonic() + 60)
         for bucket in shipment.buckets:
             group.broadcast(snapshot.buckets[bucket], time.monotonic() + 60)
         for thread in threads:

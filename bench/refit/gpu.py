@@ -195,6 +195,7 @@ async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
                 staged = time.monotonic()
                 commit = await client.commit(outcomes["w"], InFlight.KEEP, deadline_s=DEADLINE_S)
                 done = time.monotonic()
+                handshake, began = courier.began - began, courier.began
                 await asyncio.sleep(0.2)
                 gap = child.gap()
                 child.order("load_ms")
@@ -202,7 +203,13 @@ async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
                 parent = commit.version
                 kind = "verified" if verified else "unverified"
                 rate = shipment.bytes / 1e9 / (done - began)
-                parts = {"pack": packed, "stage": staged - began, "commit": done - staged, "gap": gap}
+                parts = {
+                    "pack": packed,
+                    "handshake": handshake,
+                    "stage": staged - began,
+                    "commit": done - staged,
+                    "gap": gap,
+                }
                 shown = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in parts.items())
                 print(
                     f"{child.size} {kind} {number}: {shown}, load {load_ms:.1f} ms, {rate:.1f} GB/s",

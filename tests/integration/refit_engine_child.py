@@ -100,6 +100,7 @@ async def main(folder: Path) -> None:
                 import time
 
                 group = meeting.open_group(name, 2, torch.device("cpu"), 30)
+                group.await_ready(time.monotonic() + 30)
                 for number, bucket in enumerate(shipment.buckets):
                     data = snapshot.buckets[bucket].clone()
                     if broken and number == 1:

@@ -83,11 +83,12 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: list[torch.Tensor] = []
+        self._cut: tuple[object, dict[str, torch.Tensor]] = (None, {})
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """uint8 buffers of these sizes; what the last take gave is no longer valid. Raises REFIT_REJECTED if there is no room."""
         if sum(map(len, self._buffers)) < sum(sizes) or len(self._buffers) != 1:
-            self._buffers = []
+            self.release()
             try:
                 self._buffers = [torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)]
             except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -96,9 +97,20 @@ class Memory:
                 ) from error
         return list(torch.split(self._buffers[0][: sum(sizes)], list(sizes)))
 
+    def cut(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of all buckets by name: views, no copies; the same dict again for the same places.
+
+        Thousands of views are made beside the engine's thread, so they are kept while the layout stays.
+        """
+        places = [(t["name"], t["offset"], t["dtype"], t["shape"]) for b in buckets for t in b.tensors]
+        key = (buffers[0].data_ptr(), [bucket.size for bucket in buckets], places)
+        if self._cut[0] != key:
+            self._cut = (key, cut(buckets, buffers))
+        return self._cut[1]
+
     def release(self) -> None:
         """Give the memory back."""
-        self._buffers = []
+        self._buffers, self._cut = [], (None, {})
 
 
 class Verification:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet_rollout.refit.buckets import Memory, Verification, cut, layout
+from omnifleet_rollout.refit.buckets import Memory, Verification, layout
 from omnifleet_rollout.refit.group import Group, Seat, join
 
 _GROUPS = 2
@@ -37,6 +37,7 @@ class Collective:
         group = self._join(seat)
         verification = Verification(body)
         try:
+            group.say_ready()
             with group.stream():
                 for bucket, data in zip(buckets, buffers, strict=True):
                     group.broadcast(data, deadline)
@@ -47,7 +48,7 @@ class Collective:
             raise
         with group.stream():
             verification.check()
-        return cut(buckets, buffers)
+        return self._memory.cut(buckets, buffers)
 
     def cancel(self) -> None:
         """End a `receive` that runs in another thread. Idempotent."""

@@ -70,6 +70,7 @@ class Group:
         self._device = device
         self._events: list[Any] = []
         self._aborted = False
+        self._store, self._rank, self._rounds = store, rank, 0
         try:
             _meet(store, rank, size, timeout_s)
             self._backend = _backend(store, rank, size, device, timedelta(seconds=timeout_s))
@@ -85,6 +86,11 @@ class Group:
         else:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 yield
+
+    def say_ready(self) -> None:
+        """Of the next round: our buffers are there. The sender sends nothing before all have said so."""
+        self._rounds += 1
+        self._store.set(f"ready/{self._rounds}/{self._rank}", "1")
 
     def broadcast(self, bucket: torch.Tensor, deadline: float) -> None:
         """Send or receive one bucket; on CUDA it is only queued. deadline: monotonic s. Raises UNAVAILABLE, DEADLINE."""

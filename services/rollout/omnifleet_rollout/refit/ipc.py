@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_rollout.refit.buckets import Memory, Verification, cut, layout
+from omnifleet_rollout.refit.buckets import Memory, Verification, layout
 from omnifleet_rollout.refit.shadow import rejected
 from omnifleet_rollout.refit.source import CUDA_IPC
 
@@ -40,7 +40,7 @@ def receive(body: Mapping[str, Any], source: str, memory: Memory) -> dict[str, t
             verification.queue(bucket, data)
         verification.check()
         stream.synchronize()
-    return cut(buckets, buffers)
+    return memory.cut(buckets, buffers)
 
 
 def _mapped(handle: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -57,6 +57,7 @@ class Stager:
         self._collective = Collective(self._memory, rank)
         self._stage: Background[tuple[Sources, Pairs]] | None = None
         self._digest, self._pairs = "", Pairs()
+        self._last: tuple[Sources | None, Pairs] = (None, [])
         self._checked = False
         self._since_check = 0
         self.refits_by_plan, self.last_load_s = 0, 0.0
@@ -129,8 +130,12 @@ class Stager:
         return tensors, self._bound(tensors)
 
     def _bound(self, tensors: Sources) -> Pairs:
-        """The plan's copies, made ready before the gate."""
-        return self._plan.bind(self._model, tensors) if self._plan is not None and self._checked else []
+        """The plan's copies, made ready before the gate; kept while the tensors lie where they lay."""
+        if self._plan is None or not self._checked:
+            return []
+        if self._last[0] is not tensors:
+            self._last = (tensors, self._plan.bind(self._model, tensors))
+        return self._last[1]
 
     def _apply(self) -> bool:
         if self._plan is None:

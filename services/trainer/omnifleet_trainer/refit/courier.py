@@ -47,6 +47,8 @@ class Courier:
         self._members: tuple[tuple[str, int], ...] = ()
         self._name = ""
         self._group: Group | None = None
+        self.began = 0.0
+        """When the first bucket of the last round was sent, monotonic s."""
 
     async def stage(
         self, orders: Mapping[str, Order], buckets: Sequence[torch.Tensor], deadline_s: float
@@ -123,6 +125,8 @@ class Courier:
                 group.abort()
                 raise retryable(Reason.UNAVAILABLE, "the round was given up while its group met")
             self._group = group
+        group.await_ready(deadline)
+        self.began = time.monotonic()
         with group.stream():
             for bucket in buckets:
                 group.broadcast(bucket, deadline)

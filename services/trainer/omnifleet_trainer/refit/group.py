@@ -71,6 +71,7 @@ class Group:
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         self._device = device
         self._aborted = False
+        self._store, self._size, self._rounds = store, size, 0
         try:
             _meet(store, rank, size, timeout_s)
             self._backend = _backend(store, rank, size, device, timedelta(seconds=timeout_s))
@@ -88,6 +89,14 @@ class Group:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
                     yield
+
+    def await_ready(self, deadline: float) -> None:
+        """Wait until all receivers of the next round have their buffers. Raises UNAVAILABLE, DEADLINE."""
+        self._rounds += 1
+        keys = [f"ready/{self._rounds}/{rank}" for rank in range(1, self._size)]
+        with self._failures(deadline):
+            while not self._store.check(keys):
+                self._look(deadline)
 
     def broadcast(self, bucket: torch.Tensor, deadline: float) -> None:
         """Send one bucket; on CUDA it is only queued. deadline: monotonic s. Raises UNAVAILABLE, DEADLINE."""
