@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from omnifleet.address import manifest_bytes, media_digest
 from omnifleet.types import Digest, MediaKind, MediaRef
@@ -11,7 +12,7 @@ from omnifleet.types import Digest, MediaKind, MediaRef
 _SAMPLE_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: manifest and digest are computed once
 class MediaObject:
     """Frames in order, all `width` x `height`; timestamps in whole microseconds, for clips only. facts: of its first source.
 
@@ -25,12 +26,12 @@ class MediaObject:
     timestamps_us: tuple[int, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def manifest(self) -> bytes:
         """The bytes that the address is the digest of."""
         return manifest_bytes(self.kind, self.frames, self.timestamps_us)
 
-    @property
+    @cached_property
     def digest(self) -> Digest:
         """The object's address."""
         return media_digest(self.manifest)
