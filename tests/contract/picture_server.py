@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -62,10 +63,10 @@ def status(code: int) -> bytes:
 
 
 @asynccontextmanager
-async def picture_server() -> AsyncIterator[PictureServer]:
-    """Listens on a free port of 127.0.0.1."""
+async def picture_server(tls: ssl.SSLContext | None = None) -> AsyncIterator[PictureServer]:
+    """Listens on a free port of 127.0.0.1; https with `tls`."""
     made = PictureServer(0)
-    server = await asyncio.start_server(made.answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(made.answer, "127.0.0.1", 0, ssl=tls)
     made.port = server.sockets[0].getsockname()[1]
     async with server:
         yield made

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import datetime
 import json
 import os
 import re
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -259,6 +261,63 @@ async def test_what_was_checked_is_what_is_connected_to() -> None:
         assert caught.value.knob == "media.sources.networks"
         assert asked == ["pictures.test", "pictures.test"]
         assert server.connections == 2
+
+
+async def test_https_checks_the_name_that_was_asked_for(tmp_path: Path) -> None:
+    """The connection goes to an address, the certificate is still that of the name; and https never becomes http."""
+    server_side, client_side = certified(tmp_path, "pictures.test")
+
+    async def resolve(host: str, port: int) -> list[Address]:
+        return [ip_address("127.0.0.1")]
+
+    async with picture_server(server_side) as server, picture_server() as plain:
+        names = ("pictures.test", "other.test")
+        hosts = (*(f"{name}:{server.port}" for name in names), f"pictures.test:{plain.port}")
+        sources = MediaSources(hosts=hosts, networks=("127.0.0.0/8",))
+        trusting = Fetcher(sources, MediaLimits(), resolve, client_side)
+        server.answers["/a.png"] = ok(png())
+        server.answers["/down"] = moved(f"http://pictures.test:{plain.port}/a.png")
+        url = f"https://pictures.test:{server.port}"
+        assert await fetched(trusting, f"{url}/a.png") == png()
+        for fetcher, text, reason in (
+            (trusting, f"https://other.test:{server.port}/a.png", Reason.UNAVAILABLE),
+            (Fetcher(sources, MediaLimits(), resolve), f"{url}/a.png", Reason.UNAVAILABLE),
+            (trusting, f"{url}/down", Reason.INVALID_REQUEST),
+        ):
+            with pytest.raises(OmnifleetError) as caught:
+                await fetched(fetcher, text)
+            assert caught.value.reason is reason, text
+        assert server.asked == ["/a.png", "/down"]
+        assert plain.connections == 0
+
+
+def certified(folder: Path, name: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Contexts of a server called `name` and of a client that trusts its certificate."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    (folder / "server.pem").write_bytes(private + pem)
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(folder / "server.pem")
+    return server_side, ssl.create_default_context(cadata=pem.decode())
 
 
 def test_SEC_06_one_fetcher_opens_the_network() -> None:

@@ -40,15 +40,24 @@ _SIZE_KNOB = "media.limits.source_bytes"
 class Fetcher:
     """`media.sources` in action: at most `fetches` at once, and four times as many that wait."""
 
-    def __init__(self, sources: MediaSources, limits: MediaLimits, resolve: Resolve | None = None) -> None:
-        """resolve: of names to addresses; default: the system's. Raises OmnifleetError(INVALID_REQUEST) for bad hosts."""
+    def __init__(
+        self,
+        sources: MediaSources,
+        limits: MediaLimits,
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """resolve: of names to addresses; tls: whom https trusts; default: the system's, and certifi's authorities.
+
+        Raises OmnifleetError(INVALID_REQUEST) for bad hosts.
+        """
         self._sources, self._limits = sources, limits
         self._hosts = HostRules(sources.hosts)
         self._networks = [ip_network(network) for network in sources.networks]
         self._resolve = resolve or resolve_host
         self._room = asyncio.Semaphore(sources.fetches)
         self._waiting = 0
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
 
     async def fetch(self, text: str, into: Sink) -> None:
         """Receive what `text` names: http(s)://, file:// or an absolute path; a data URL is taken as it is.
