@@ -31,7 +31,6 @@ from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import media_from_wire, version_to_wire
 from omnifleet.wire.errors import remote_errors
 from omnifleet.wire.manifest import bucket_checksum
-from tests import media_files
 
 WHO = Identity(run="test")
 TOLERANCE = 1e-3
@@ -234,10 +233,12 @@ class Clients:
         return await self.media.put_image(out.getvalue(), "test")
 
     async def clip(self, frames: int, size: tuple[int, int] = (64, 48)) -> MediaRef:
-        """Every frame of a lossless clip; frame i is grey 25 i."""
+        """Every frame of a lossless clip (an animation: GPU machines may lack video encoders); frame i is grey 25 i."""
         contract = media_pb2.DecodeContract(sampling="uniform@1", num_frames=frames, temporal_patch=2)
-        data = media_files.clip(media_files.greys(frames, size, step=25))
-        reply = await self.media.put(data, "test", kind=MediaKind.VIDEO, contract=contract)
+        first, *rest = [Image.new("RGB", size, (25 * i,) * 3) for i in range(frames)]
+        out = io.BytesIO()
+        first.save(out, "PNG", save_all=True, append_images=rest, duration=100)
+        reply = await self.media.put(out.getvalue(), "test", kind=MediaKind.VIDEO, contract=contract)
         return media_from_wire(reply.ref)
 
     async def tensors(self, ref: MediaRef) -> Mapping[str, Any]:
