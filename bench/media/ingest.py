@@ -1,6 +1,6 @@
 """What ingest costs over decoding alone: 1,000 JPEGs and 20 H.264 clips through the service, and through bare libraries.
 
-    python bench/media/ingest.py [--processes 1] [--rounds 3] [--share put|read]
+    python bench/media/ingest.py [--processes 1] [--rounds 3] [--pictures 1000] [--clips 20] [--share put|read]
 
 Bare: so many processes that read bytes from memory and decode them with Pillow or TorchCodec, and keep nothing. Service:
 a media service in a process of its own with so many decoder processes; a client puts the same bytes over gRPC, and each
@@ -26,9 +26,10 @@ from typing import Any
 
 import av
 import numpy as np
+import psutil
 from PIL import Image
 
-PICTURES, CLIPS, FRAMES = 1_000, 20, 32
+FRAMES = 32
 WIDTH, HEIGHT = 640, 480
 CLIP_FRAMES, CLIP_FPS = 150, 30
 AHEAD = 4  # puts under way for each decoder process
@@ -40,6 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pictures", type=int, default=1_000)
+    parser.add_argument("--clips", type=int, default=20)
     parser.add_argument("--share", choices=("put", "read"), default="put", help="media.shared_memory_when")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -49,12 +52,13 @@ def main() -> None:
     elif arguments.role:
         decode_bare(arguments.role, arguments.processes)
     else:
-        compare(arguments.processes, arguments.rounds, arguments.share)
+        compare(arguments)
 
 
-def compare(processes: int, rounds: int, share: str) -> None:
+def compare(arguments: argparse.Namespace) -> None:
     """Alternate and keep the best rate of each."""
-    sources = {"pictures": jpegs(PICTURES + WARM_UP), "clips": h264s(CLIPS + 2)}
+    processes, rounds, share = arguments.processes, arguments.rounds, arguments.share
+    sources = {"pictures": jpegs(arguments.pictures + WARM_UP), "clips": h264s(arguments.clips + 2)}
     best: dict[tuple[str, str], float] = {}
     for _ in range(rounds):
         for kind, files in sources.items():
@@ -132,7 +136,9 @@ def bare(kind: str, files: Sequence[bytes], processes: int) -> float:
         assert child.stdin
         child.stdin.write(b"go\n")
         child.stdin.flush()
-    spent = [float(child.communicate()[0]) for child in children]
+    said = [child.communicate()[0].split() for child in children]
+    spent, busy = [float(wall) for wall, _ in said], sum(float(cpu) for _, cpu in said)
+    print(f"CPU ms for each of {kind}, bare: {busy / (len(files) - warm_ups(kind)) * 1000:.1f}", flush=True)
     return (len(files) - warm_ups(kind)) / max(spent)
 
 
@@ -149,10 +155,10 @@ def decode_bare(kind: str, processes: int) -> None:
         decode(data)
     print("ready", flush=True)
     sys.stdin.buffer.readline()
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     for data in files[first:]:
         decode(data)
-    print(time.perf_counter() - started, flush=True)
+    print(time.perf_counter() - started, time.process_time() - busy, flush=True)
 
 
 def decode_picture(data: bytes) -> Any:
@@ -205,12 +211,17 @@ async def through_service(kind: str, files: Sequence[bytes], processes: int, sha
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:  # noqa: ASYNC220
                 assert child.stdout and child.stdin
                 address = json.loads(child.stdout.readline())
-                rates[way] = await put_all(address, kind, files, processes, durable=way == "durable")
+                watched = psutil.Process(child.pid)
+                rates[way] = await put_all(
+                    address, kind, files, processes, durable=way == "durable", watched=watched
+                )
                 child.stdin.close()
     return rates
 
 
-async def put_all(address: str, kind: str, files: Sequence[bytes], processes: int, *, durable: bool) -> float:
+async def put_all(
+    address: str, kind: str, files: Sequence[bytes], processes: int, *, durable: bool, watched: psutil.Process
+) -> float:
     """Files a second, `AHEAD` under way for each decoder process."""
     from omnifleet.client.media import MediaClient
     from omnifleet.types import MediaKind
@@ -227,9 +238,19 @@ async def put_all(address: str, kind: str, files: Sequence[bytes], processes: in
 
         first, lanes = warm_ups(kind), AHEAD * processes
         await asyncio.gather(*(put(files[:first][i::lanes]) for i in range(lanes)))
-        started = time.perf_counter()
+        before, started = cpu_seconds(watched), time.perf_counter()
         await asyncio.gather(*(put(files[first:][i::lanes]) for i in range(lanes)))
-        return (len(files) - first) / (time.perf_counter() - started)
+        elapsed, count = time.perf_counter() - started, len(files) - first
+        spent = {who: (s - before[who]) / count * 1000 for who, s in cpu_seconds(watched).items()}
+        told = ", ".join(f"{who} {ms:.1f}" for who, ms in spent.items())
+        print(f"CPU ms for each of {kind}, {'durable' if durable else 'memory'}: {told}", flush=True)
+        return count / elapsed
+
+
+def cpu_seconds(service: psutil.Process) -> dict[str, float]:
+    """Processor time so far of the service, its decoders and this client."""
+    decoders = sum(sum(child.cpu_times()[:2]) for child in service.children())
+    return {"service": sum(service.cpu_times()[:2]), "decoders": decoders, "client": time.process_time()}
 
 
 async def serve(folder: Path, processes: int, share: str) -> None:
