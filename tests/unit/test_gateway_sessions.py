@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest, Identity, MediaKind, MediaRef
 from omnifleet_rollout.gateway.budget import Budgets
 from omnifleet_rollout.gateway.dialects.items import chat_messages
+from omnifleet_rollout.gateway.dialects.reply import shortest
 from omnifleet_rollout.gateway.parsing import verbatim
 from omnifleet_rollout.gateway.parts import Plain
 from omnifleet_rollout.gateway.session_key import SessionKeys, merged
@@ -102,6 +104,13 @@ def test_arguments_are_found_as_they_stand_in_the_text(values: list[dict[str, ob
 def test_arguments_that_do_not_stand_in_the_text_are_the_parsers() -> None:
     assert verbatim("<x>1</x>", ['{"a": 1}']) == ['{"a": 1}']
     assert verbatim('{"a": 1} {"b": 2}', ['{"b":2}', "broken"]) == ['{"b": 2}', "broken"]
+
+
+@given(st.lists(st.floats(-200, 0, width=32), max_size=8))
+def test_logprobs_are_written_with_the_fewest_digits_of_the_same_float32(logprobs: list[float]) -> None:
+    short = shortest(logprobs)
+    assert np.array_equal(np.float32(short), np.float32(logprobs))
+    assert all(len(repr(a)) <= len(repr(b)) for a, b in zip(short, logprobs, strict=True))
 
 
 def test_a_message_is_the_same_in_every_form_that_clients_send() -> None:

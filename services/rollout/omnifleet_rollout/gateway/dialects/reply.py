@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from omnifleet.client.rollout import Done, Event, Failed, PromptSeen, Tokens
 from omnifleet.types import FinishReason, Sampling, VersionSpan
 from omnifleet_rollout.gateway.dialects.fields import CommonFields
@@ -45,6 +47,11 @@ class Piece:
     def last(self) -> bool:
         """True if the sample has ended."""
         return self.choice.finish is not None
+
+
+def shortest(logprobs: Sequence[float]) -> list[float]:
+    """The same float32 values with the fewest digits: JSON would write out a double's seventeen."""
+    return [float(text) for text in np.asarray(logprobs, np.float32).astype(str)]
 
 
 class Reply:
@@ -88,10 +95,11 @@ class Reply:
                 return None
             case Tokens():
                 choice = self.choices[event.sample]
+                logprobs = shortest(event.logprobs)
                 choice.token_ids += event.token_ids
-                choice.logprobs += event.logprobs
+                choice.logprobs += logprobs
                 text = choice.text.push(event.token_ids)
-                return self._piece(choice, text, event.token_ids, event.logprobs, event.spans)
+                return self._piece(choice, text, event.token_ids, logprobs, event.spans)
             case Done():
                 choice = self.choices[event.sample]
                 choice.finish, choice.spans = event.finish_reason, event.spans
