@@ -20,7 +20,8 @@ from omnifleet_trainer.refit.group import Group, Meeting
 from omnifleet_trainer.refit.snapshot import Shipment
 
 log = logging.getLogger("omnifleet.trainer.refit")
-_ROUNDS = 3
+_ROUNDS = 4
+_PAUSE_S = 0.25
 _PING_S = 3.0
 _BROKEN = (Reason.UNAVAILABLE, Reason.DEADLINE, Reason.CONFLICT)
 """How a member fails for whom only the group broke; also how one fails that is the cause. A ping tells them apart."""
@@ -56,9 +57,10 @@ class Courier:
         """Worker id -> outcome. All orders are of the same buckets. Rounds go on with those who are not to blame."""
         outcomes: dict[str, Outcome] = {}
         waiting = dict(orders)
-        for _ in range(_ROUNDS):
+        for attempt in range(_ROUNDS):
             if not waiting:
                 return outcomes
+            await asyncio.sleep(attempt * _PAUSE_S)  # what was broken off ends first
             results = await self._round(waiting, buckets, deadline_s)
             outcomes |= results
             broken = [
