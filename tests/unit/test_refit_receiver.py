@@ -104,3 +104,47 @@ async def test_a_newcomer_waits_at_the_closed_gate_and_meets_the_new_version(shm
     gate.leave(flight)
     await commit
     await asyncio.wait_for(newcomer, 5)
+
+
+async def test_a_commit_that_the_engine_refuses_unchanged_does_not_fence(shm: Path) -> None:
+    engine, gate, receiver = await started()
+    digest, _ = await receiver.stage(whole_refit(shm, 1), str(shm))
+    await engine.drop_stage()
+    with pytest.raises(OmnifleetError) as refused:
+        await receiver.commit(digest, InFlight.KEEP, 10)
+    assert refused.value.reason is Reason.REFIT_REJECTED and not gate.standing.fence
+    again, _ = await receiver.stage(whole_refit(shm, 1), str(shm))
+    assert (await receiver.commit(again, InFlight.KEEP, 10)).version.number == 1
+
+
+async def test_a_quarantined_worker_may_go_back_by_a_complete_refit(shm: Path) -> None:
+    _, gate, receiver = await started()
+    digest, _ = await receiver.stage(whole_refit(shm, 5), str(shm))
+    await receiver.commit(digest, InFlight.KEEP, 10)
+    with pytest.raises(OmnifleetError, match="is older than"):
+        await receiver.stage(whole_refit(shm, 4), str(shm))
+    assert (await receiver.quarantine("the canary differs")).number == 5
+    assert gate.standing.fence == "the canary differs"
+    older, _ = await receiver.stage(whole_refit(shm, 4), str(shm))
+    await receiver.commit(older, InFlight.KEEP, 10)
+    assert gate.standing.version.number == 4 and not gate.standing.fence
+
+
+async def test_an_abort_ends_a_stage_that_runs(shm: Path) -> None:
+    engine, gate, receiver = await started()
+    staging, dropped = asyncio.Event(), asyncio.Event()
+
+    async def stage(manifest_json: str, source: str) -> int:
+        staging.set()
+        await dropped.wait()
+        raise OmnifleetError(Reason.UNAVAILABLE, "the stage was dropped", retryable=True)
+
+    async def drop_stage() -> None:
+        dropped.set()
+
+    engine.stage, engine.drop_stage = stage, drop_stage  # type: ignore[method-assign]
+    call = asyncio.create_task(receiver.stage(whole_refit(shm, 1), str(shm)))
+    await staging.wait()
+    assert await receiver.abort("") == gate.standing.version
+    with pytest.raises(OmnifleetError, match="dropped"):
+        await call

@@ -158,7 +158,7 @@ class Engine(Protocol):
     ) -> int:
         """Load the shadow while paused, reset what depends on weights, name the weights `label`; tensors loaded.
 
-        Any error means that the weights may be mixed.
+        REFIT_REJECTED means that nothing has changed; any other error, that the weights may be mixed.
         """
         ...
 

@@ -214,6 +214,8 @@ class Receiver:
             TypeError,
             AssertionError,
         ) as error:
+            if isinstance(error, OmnifleetError) and error.reason is Reason.REFIT_REJECTED:
+                raise  # by the engine's promise nothing has changed
             self._standing.raise_fence(f"refit to {version} failed while loading: {error}")
             self._counters.add("refits_fenced")
             log.error("fenced: %s", self._standing.fence)
