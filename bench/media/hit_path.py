@@ -100,88 +100,89 @@ def redis_server(folder: Path) -> Iterator[str]:
         process.wait()
 
 
-async def medians(rounds: int, call: Callable[[], Awaitable[Any]]) -> float:
-    took = []
+async def medians(rounds: int, rows: dict[str, Callable[[], Awaitable[Any]]]) -> dict[str, float]:
+    """Median milliseconds of each row; every round runs each row once, so that noise and caches meet all of them."""
+    took: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(rounds):
-        start = time.perf_counter()
-        await call()
-        took.append(time.perf_counter() - start)
-    return statistics.median(took) * 1e3
+        for name, call in rows.items():
+            start = time.perf_counter()
+            await call()
+            took[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(times) for name, times in took.items()}
 
 
 async def frame_set(opened: Callable[..., Any], url: str, folder: Path, rounds: int) -> None:
-    async with opened() as client:
+    async with (
+        opened() as client,
+        opened(cache_bytes=0) as keeping_nothing,
+        opened(same_host=False, cache_bytes=0) as elsewhere,
+    ):
         contract = media_pb2.DecodeContract(sampling="uniform@1", num_frames=FRAMES)
         reply = await client.put(clip_file(), "bench", kind=MediaKind.VIDEO, contract=contract)
         ref = media_from_wire(reply.ref)
-        frames = await client.frames(ref)
-        data = b"".join(frame.tobytes() for frame in frames)
+        data = b"".join(frame.tobytes() for frame in await client.frames(ref))
         assert len(data) == FRAMES * HEIGHT * WIDTH * 3 == reply.info.bytes
+        path = folder / "frames"
+        path.write_bytes(data)
+        connection = redis.Redis.from_url(url)
+        connection.set("frames", data)
+        source, target = np.frombuffer(data, np.uint8), np.zeros(len(data), np.uint8)
 
-        async def ours() -> None:
-            for frame in await client.frames(ref):
+        async def read(of: MediaClient) -> None:
+            for frame in await of.frames(ref):
                 touch(frame)
 
-        async def ours_cold() -> None:
+        async def cold() -> None:
             client.forget()
-            await ours()
+            await read(client)
 
-        warm, cold = await medians(rounds, ours), await medians(rounds, ours_cold)
-    async with opened(cache_bytes=0) as client:
-        await ours()
-        anew = await medians(rounds, ours)
-    async with opened(same_host=False, cache_bytes=0) as client:
-        streamed = await medians(max(rounds // 5, 3), ours)
+        async def redis_cold() -> None:
+            with redis.Redis.from_url(url) as fresh:
+                touch(fresh.get("frames"))
 
-    connection = redis.Redis.from_url(url)
-    connection.set("frames", data)
+        async def redis_warm() -> None:
+            touch(connection.get("frames"))
 
-    async def redis_warm() -> None:
-        touch(connection.get("frames"))
+        async def memcpy() -> None:
+            np.copyto(target, source)
+            touch(target)
 
-    async def redis_cold() -> None:
-        with redis.Redis.from_url(url) as fresh:
-            touch(fresh.get("frames"))
+        async def mapped_cold() -> None:
+            with path.open("rb") as file:
+                touch(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
-    source, target = np.frombuffer(data, np.uint8), np.zeros(len(data), np.uint8)
-
-    async def memcpy() -> None:
-        np.copyto(target, source)
-        touch(target)
-
-    path = folder / "frames"
-    path.write_bytes(data)
-
-    async def mapped_cold() -> None:
         with path.open("rb") as file:
-            touch(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            kept = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    with path.open("rb") as file:
-        kept = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        async def mapped_warm() -> None:
+            touch(kept)
 
-    async def mapped_warm() -> None:
-        touch(kept)
-
-    times = {
-        "redis GET, new connection": await medians(rounds, redis_cold),
-        "redis GET, warm": await medians(rounds, redis_warm),
-        "memcpy": await medians(rounds, memcpy),
-        "mmap, new map": await medians(rounds, mapped_cold),
-        "mmap, kept map": await medians(rounds, mapped_warm),
-        "ours, cold": cold,
-        "ours, new maps": anew,
-        "ours, warm": warm,
-        "ours, streamed": streamed,
-    }
-    path.unlink()
+        times = await medians(
+            rounds,
+            {
+                "redis GET, new connection": redis_cold,
+                "redis GET, warm": redis_warm,
+                "memcpy": memcpy,
+                "mmap, new map": mapped_cold,
+                "mmap, kept map": mapped_warm,
+                "ours, cold": cold,
+                "ours, new maps": lambda: read(keeping_nothing),
+                "ours, warm": lambda: read(client),
+                "ours, streamed": lambda: read(elsewhere),
+            },
+        )
+        path.unlink()
     print(f"\n{len(data) / 1e6:.1f} MB frame set, all bytes touched (median of {rounds})")
     for what, took in times.items():
         print(f"  {what:28} {took:8.2f} ms")
-    print(f"  redis warm / ours warm       {times['redis GET, warm'] / warm:8.1f}")
-    print(f"  redis cold / ours cold       {times['redis GET, new connection'] / cold:8.1f}")
-    print(f"  ours warm / mmap kept        {warm / times['mmap, kept map']:8.2f}")
-    print(f"  ours new maps / mmap new     {anew / times['mmap, new map']:8.2f}")
-    print(f"  ours cold / mmap new         {cold / times['mmap, new map']:8.2f}", flush=True)
+    for above, below in (
+        ("redis GET, warm", "ours, warm"),
+        ("redis GET, new connection", "ours, cold"),
+        ("ours, warm", "mmap, kept map"),
+        ("ours, new maps", "mmap, new map"),
+        ("ours, cold", "mmap, new map"),
+    ):
+        print(f"  {above} / {below}: {times[above] / times[below]:.1f}", flush=True)
 
 
 async def pictures(opened: Callable[..., Any], url: str) -> None:
