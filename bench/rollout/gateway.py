@@ -54,6 +54,7 @@ ENGINE = {
     "threads": 1,
     "processor_cache_gb": 0.25,
     "enable_prefix_caching": False,
+    "media_tokens": "ban",  # a sampled placeholder would end a reply early
 }
 
 
