@@ -33,8 +33,8 @@ def operands(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def naive(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     logits = (hidden @ head.T).float() / TEMPERATURE
-    chosen: torch.Tensor = torch.log_softmax(logits, -1).gather(-1, ids[..., None])[..., 0]
-    return chosen
+    chosen = torch.log_softmax(logits, -1).gather(-1, ids[..., None])
+    return chosen[..., 0]
 
 
 def chunked(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

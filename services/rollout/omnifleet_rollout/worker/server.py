@@ -30,7 +30,7 @@ from omnifleet_rollout.worker.gate import Ending, Gate
 from omnifleet_rollout.worker.generation import Generation
 
 ROLLOUT_FEATURES = frozenset({"continuation", "exact_version", "score_tokens"})
-REFIT_FEATURES = frozenset({"shm"})
+REFIT_FEATURES = frozenset({"shm", "nccl", "cuda_ipc", "quarantine"})
 _LONGEST_REPLY_S = 3600.0
 
 

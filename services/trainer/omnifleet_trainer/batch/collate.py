@@ -15,25 +15,34 @@ from omnifleet.errors import invalid
 from omnifleet.types import Digest
 from omnifleet_trainer.batch.samples import Segment, StepBatch, TrainingSample
 
-TEXT, IMAGE = 0, 1
+TEXT, IMAGE, VIDEO = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class MediaContract:
-    """How a model's prompts carry pictures: one `image_token` a feature, merge x merge patches a feature."""
+    """How a model's prompts carry media: one `image_token` or `video_token` a feature, merge x merge patches a feature.
+
+    video_token: None for a model that takes no clips.
+    """
 
     image_token: int
     merge: int
+    video_token: int | None = None
+
+    def types(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """TEXT, IMAGE or VIDEO of each id."""
+        types = np.where(ids == self.image_token, IMAGE, TEXT)
+        return types if self.video_token is None else np.where(ids == self.video_token, VIDEO, types)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward pass. B samples, S positions; every per-token tensor is [B, S], not shifted, 0 in the padding.
 
-    rows: place of each sample in the step. input_ids, attention_mask, token_types (1 = image feature), lag: int64.
+    rows: place of each sample in the step. input_ids, attention_mask, token_types (TEXT, or a feature of IMAGE or VIDEO), lag: int64.
     token_mask, generation_logprobs, advantages: float32. sample_mask: [B] float32. truncated: [B] bool.
-    first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture,
-    sample by sample in prompt order; grids: [pictures, 3] patches (t, h, w) in the same order. kept: [B, S, K] int64
+    first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture or
+    clip, sample by sample in prompt order; grids: [media, 3] patches (t, h, w) in the same order. kept: [B, S, K] int64
     ids that the sampler's filters kept at each token, padded with -1; None if no sample knows them.
     """
 
@@ -75,8 +84,8 @@ def collate(
     """Cut samples `rows` of a step into micro-batches of at most `micro_batch_tokens` padded tokens.
 
     Lengths are padded to a multiple of `multiple`. Advantages are clamped to +-advantage_clip if it is set.
-    Raises OmnifleetError(INVALID_REQUEST) for a sample longer than a micro-batch, or whose image tokens are not as
-    many as its pictures' features.
+    Raises OmnifleetError(INVALID_REQUEST) for a sample longer than a micro-batch, or whose media tokens do not
+    stand for its media's features, in number, kind and order.
     """
     ordered = sorted(rows, key=lambda row: -batch.samples[row].length)
     cuts: list[list[int]] = []
@@ -95,9 +104,20 @@ def collate(
     return [_micro_batch(batch, cut, contract, multiple, advantage_clip) for cut in cuts]
 
 
+def is_clip(segment: Segment) -> bool:
+    """Whether a segment holds a clip, not a picture."""
+    return "video_grid_thw" in segment
+
+
 def grid_of(segment: Segment) -> npt.NDArray[np.int64]:
-    """[pictures, 3] patches (t, h, w) of a segment."""
-    return np.asarray(segment["image_grid_thw"], dtype=np.int64).reshape(-1, 3)
+    """[items, 3] patches (t, h, w) of a segment."""
+    name = "video_grid_thw" if is_clip(segment) else "image_grid_thw"
+    return np.asarray(segment[name], dtype=np.int64).reshape(-1, 3)
+
+
+def patches_of(segment: Segment) -> npt.NDArray[np.float32]:
+    """[patches, values] of a segment."""
+    return np.asarray(segment["pixel_values_videos" if is_clip(segment) else "pixel_values"])
 
 
 def patch_bounds(grids: Sequence[npt.NDArray[np.int64]]) -> list[int]:
@@ -155,18 +175,20 @@ def _kept(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
 def _token_types(
     sample: TrainingSample, batch: StepBatch, contract: MediaContract | None
 ) -> npt.NDArray[np.int64]:
-    """Marks of the prompt's tokens. An image token that the model itself wrote is text: it has no features."""
+    """Marks of the prompt's tokens. A media token that the model itself wrote is text: it has no features."""
     prompt = np.asarray(sample.prompt_token_ids)
     if contract is None:
         if sample.segment_keys:
-            raise invalid(f"sample {sample.trajectory_id} has pictures, the model takes none")
+            raise invalid(f"sample {sample.trajectory_id} has media, the model takes none")
         return np.zeros(len(prompt), np.int64)
-    types = np.where(prompt == contract.image_token, IMAGE, TEXT)
-    grids = [grid_of(batch.segments[key]) for key in sample.segment_keys]
-    features = sum(int(grid.prod(-1).sum()) for grid in grids) // contract.merge**2
-    if int(types.sum()) != features:
+    types = contract.types(prompt)
+    segments = [batch.segments[key] for key in sample.segment_keys]
+    counts = [int(grid_of(segment).prod(-1).sum()) // contract.merge**2 for segment in segments]
+    kinds = [VIDEO if is_clip(segment) else IMAGE for segment in segments]
+    if not np.array_equal(types[types != TEXT], np.repeat(kinds, counts)):
         raise invalid(
-            f"sample {sample.trajectory_id}: {int(types.sum())} image tokens in the prompt for {features} features"
+            f"sample {sample.trajectory_id}: {int((types == IMAGE).sum())} image tokens and "
+            f"{int((types == VIDEO).sum())} video tokens in the prompt, for media of {counts} features"
         )
     return types
 
@@ -174,7 +196,7 @@ def _token_types(
 def _trained(sample: TrainingSample, contract: MediaContract | None) -> npt.NDArray[np.float32]:
     mask = np.asarray(sample.mask, np.float32)
     if contract is not None:
-        mask = mask * (np.asarray(sample.token_ids) != contract.image_token)
+        mask = mask * (contract.types(np.asarray(sample.token_ids, np.int64)) == TEXT)
     return mask.astype(np.float32)
 
 

@@ -1,40 +1,20 @@
-"""Pictures into a Qwen2-VL family model: the tower runs once per distinct picture, its output goes to every reference.
-
-Public seams of transformers 5.18: `get_image_features`, `get_rope_index`, `inputs_embeds`.
-"""
+"""Media into a model: the tower runs once per distinct picture or clip, its output goes to every reference."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
-from omnifleet_trainer.batch.collate import IMAGE, MediaContract, MicroBatch, grid_of
+from omnifleet_trainer.batch.collate import MicroBatch, grid_of, is_clip, patches_of
 from omnifleet_trainer.batch.samples import Segment
-
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-
-
-def media_contract(config: Any) -> MediaContract | None:
-    """How prompts of a model with this transformers config carry pictures; None for a text model.
-
-    Raises OmnifleetError(UNSUPPORTED) for another vision family.
-    """
-    if getattr(config, "vision_config", None) is None:
-        return None
-    if config.model_type not in FAMILIES:
-        raise OmnifleetError(
-            Reason.UNSUPPORTED,
-            f"model type {config.model_type} has a vision tower that this backend cannot feed; it knows {', '.join(FAMILIES)}",
-            knob="model.path",
-        )
-    return MediaContract(config.image_token_id, config.vision_config.spatial_merge_size)
+from omnifleet_trainer.policy.families.port import Family, Layout
 
 
 class FeatureCache:
@@ -70,34 +50,24 @@ class Vision:
     """Builds the forward arguments of a micro-batch, and counts what the tower did.
 
     cache_bytes: bound of cached features; used only while `frozen` (no weight of the tower trains).
-    references, encoded, cached: pictures referred to, run through the tower, and taken from the cache.
+    references, encoded, cached: media referred to, run through the tower, and taken from the cache.
     patches: rows of pixels that were run through the tower.
     """
 
-    def __init__(self, model: Any, contract: MediaContract | None, *, frozen: bool, cache_bytes: int) -> None:
-        self._model, self.contract, self.frozen = model, contract, frozen
+    def __init__(self, family: Family, *, frozen: bool, cache_bytes: int) -> None:
+        self._family, self.contract, self.frozen = family, family.contract, frozen
         self._cache = FeatureCache(cache_bytes if frozen else 0)
         self.references = self.encoded = self.cached = self.patches = 0
 
     def arguments(self, micro: MicroBatch, segments: Mapping[Digest, Segment]) -> dict[str, Any]:
         """Keyword arguments of the model's forward for a micro-batch that is on the model's device."""
         if not micro.media:
-            return {"input_ids": micro.input_ids, "attention_mask": micro.attention_mask}
-        embeds = self._model.get_input_embeddings()(micro.input_ids)
+            return self._family.text(micro)
+        embeds = self._family.embed(micro.input_ids)
         features = self._features(micro.media, segments, micro.input_ids.device)
-        pictures = torch.cat([features[key] for key in micro.media]).to(embeds.dtype)
-        places = (micro.token_types == IMAGE)[..., None].expand_as(embeds)
-        positions, _ = self._model.model.get_rope_index(
-            micro.input_ids,
-            mm_token_type_ids=micro.token_types,
-            image_grid_thw=micro.grids,
-            attention_mask=micro.attention_mask,
-        )
-        return {
-            "inputs_embeds": embeds.masked_scatter(places, pictures),
-            "attention_mask": micro.attention_mask,
-            "position_ids": positions,
-        }
+        ordered = torch.cat([features[key] for key in micro.media])
+        layout = layout_of([segments[key] for key in micro.media], micro.input_ids.device)
+        return self._family.mixed(micro, embeds, ordered, layout)
 
     def clear(self) -> None:
         """Forget cached features: after a load, or a move to another device."""
@@ -106,28 +76,45 @@ class Vision:
     def _features(
         self, media: tuple[Digest, ...], segments: Mapping[Digest, Segment], device: torch.device
     ) -> dict[Digest, Tensor]:
-        """[features, width] of each distinct picture; one tower call for those not cached, inside autograd."""
+        """[features, W] of each distinct medium; one tower call for those not cached, inside autograd."""
         distinct = list(dict.fromkeys(media))
         found = {key: self._cache.get(key) for key in distinct}
         missing = [key for key in distinct if found[key] is None]
         self.references += len(media)
         self.encoded += len(missing)
-        self.patches += sum(len(segments[key]["pixel_values"]) for key in missing)
+        self.patches += sum(len(patches_of(segments[key])) for key in missing)
         self.cached += len(distinct) - len(missing)
         ready = {key: features for key, features in found.items() if features is not None}
         if not missing:
             return ready
-        pixels = np.concatenate([np.asarray(segments[key]["pixel_values"]) for key in missing])
-        grids = [grid_of(segments[key]) for key in missing]
+        pixels = np.concatenate([patches_of(segments[key]) for key in missing])
+        grids = [torch.from_numpy(grid_of(segments[key])) for key in missing]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            output = self._model.get_image_features(
-                torch.from_numpy(pixels).to(device),
-                torch.from_numpy(np.concatenate(grids)).to(device),
-                return_dict=True,
-            )
-        pieces = iter(output.pooler_output)
-        for key, grid in zip(missing, grids, strict=True):
-            ready[key] = torch.cat([next(pieces) for _ in grid])
+            encoded = self._family.encode(torch.from_numpy(pixels).to(device), torch.cat(grids).to(device))
+        assert self.contract is not None
+        sizes = [int(grid.prod(-1).sum()) // self.contract.merge**2 for grid in grids]
+        for key, piece in zip(missing, encoded.split(sizes), strict=True):
+            ready[key] = piece
             if self.frozen:
-                self._cache.put(key, ready[key])
+                self._cache.put(key, piece)
         return ready
+
+
+def layout_of(segments: Sequence[Segment], device: torch.device) -> Layout:
+    """Grids of the pictures and of the clips among `segments`, in their order.
+
+    A clip's seconds between temporal patches are its `second_per_grid_ts`; 1 where a processor gives none.
+    """
+    grids: dict[bool, list[npt.NDArray[np.int64]]] = {False: [], True: []}
+    seconds: list[float] = []
+    for segment in segments:
+        grid = grid_of(segment)
+        grids[is_clip(segment)].append(grid)
+        if is_clip(segment):
+            given = np.asarray(segment.get("second_per_grid_ts", np.ones(len(grid)))).reshape(-1)
+            seconds += [float(value) for value in given]
+    pictures, clips = (
+        torch.from_numpy(np.concatenate([np.zeros((0, 3), np.int64), *grids[kind]])).to(device)
+        for kind in (False, True)
+    )
+    return Layout(pictures, clips, seconds)

@@ -1,0 +1,155 @@
+"""The gateway's chat dialect as an episode uses it: exact tokens, versions and media with every reply; back-pressure obeyed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+
+from omnifleet.environments.episode import Turn
+from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.types import (
+    Digest,
+    FinishReason,
+    Identity,
+    LogprobsMode,
+    MediaKind,
+    MediaRef,
+    Sampling,
+    VersionBound,
+    VersionSpan,
+    WeightVersion,
+)
+
+_WAIT_AND_RETRY = (Reason.OVERLOADED, Reason.NO_WORKER)
+_PAUSE_S = 0.05
+
+
+class GatewayTalk:
+    """One session of the gateway. Replies of one identity are one growing token sequence."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        identity: Identity,
+        sampling: Sampling,
+        bound: VersionBound,
+        *,
+        end: float,
+    ) -> None:
+        """http: with the gateway's address and a bearer token. end: event loop's time at which the episode must be over.
+
+        sampling: of each reply; its seed is that of the first.
+        """
+        self._http, self._identity, self._sampling, self._bound, self._end = http, identity, sampling, bound, end
+        self._turns = 0
+
+    async def say(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
+    ) -> tuple[dict[str, Any], Turn]:
+        """See `Talk`. Waits as 429 and 503 advise, until the episode's end."""
+        body = self._body(messages, tools, max_tokens)
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                reply = await self._post(body, self._end - loop.time())
+                break
+            except OmnifleetError as error:
+                pause = max(_PAUSE_S, error.retry_after_ms / 1000) * random.uniform(1.0, 1.25)
+                if error.reason not in _WAIT_AND_RETRY or loop.time() + pause >= self._end:
+                    raise
+            await asyncio.sleep(pause)
+        self._turns += 1
+        return turn_of(reply)
+
+    def _body(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
+    ) -> dict[str, Any]:
+        s = self._sampling
+        body: dict[str, Any] = {
+            "messages": list(messages),
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "top_k": s.top_k,
+            "max_tokens": s.max_tokens if max_tokens is None else min(max_tokens, s.max_tokens),
+            "stop": list(s.stop),
+            "seed": None if s.seed is None else s.seed + self._turns,
+            "return_provenance": True,
+            "identity": {**asdict(self._identity), "turn": self._turns},
+        }
+        if tools:
+            body["tools"] = list(tools)
+        for name, version in (("min", self._bound.min), ("exact", self._bound.exact)):
+            if version is not None:
+                body["weight_version"] = {name: str(version)}
+        return body
+
+    async def _post(self, body: Mapping[str, Any], left_s: float) -> dict[str, Any]:
+        if left_s <= 0:
+            raise retryable(Reason.DEADLINE, "the episode's time is over", knob="environments.timeout_s")
+        headers = {"x-omnifleet-timeout-s": f"{left_s:.3f}"}
+        try:
+            response = await self._http.post("/v1/chat/completions", json=body, headers=headers, timeout=left_s)
+        except httpx.TransportError as error:
+            kind = type(error).__name__
+            raise retryable(Reason.UNAVAILABLE, f"the gateway does not answer: {kind}: {error}") from error
+        if response.is_success:
+            found: dict[str, Any] = response.json()
+            return found
+        raise error_of(response)
+
+
+def error_of(response: httpx.Response) -> OmnifleetError:
+    """The gateway's refusal as a typed error."""
+    try:
+        told = response.json()["error"]
+        reason, message = Reason(told["code"]), str(told["message"])
+    except (ValueError, KeyError, TypeError):
+        reason, message = Reason.UNAVAILABLE, f"HTTP {response.status_code}: {response.text[:200]}"
+        told = {"retryable": response.status_code >= 500 or response.status_code in (408, 429)}
+    try:
+        wait_s = float(response.headers.get("retry-after", 0))
+    except ValueError:
+        wait_s = 0.0
+    return OmnifleetError(
+        reason,
+        message,
+        retryable=bool(told.get("retryable")),
+        knob=str(told.get("knob") or ""),
+        retry_after_ms=int(wait_s * 1000),
+    )
+
+
+def turn_of(reply: Mapping[str, Any]) -> tuple[dict[str, Any], Turn]:
+    """The message to send back, and the turn, of a chat completion with provenance. Raises CORRUPT where it lacks some."""
+    try:
+        choice, origin = reply["choices"][0], reply["omnifleet"]
+        message = choice["message"]
+        finish = choice["finish_reason"]
+        turn = Turn(
+            prompt_token_ids=list(message["prompt_token_ids"]),
+            prompt_hash=origin["prompt_hash"],
+            media=tuple(MediaRef(MediaKind(m["kind"]), Digest(m["digest"])) for m in origin["media"]),
+            token_ids=list(message["generation_token_ids"]),
+            logprobs=[float(value) for value in message["generation_log_probs"]],
+            spans=[_span(span) for span in choice["omnifleet"]["weight_versions"]],
+            finish_reason=FinishReason.STOP if finish == "tool_calls" else FinishReason(finish),
+            logprobs_mode=LogprobsMode(origin["logprobs_mode"]),
+            text=message.get("content") or "",
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise OmnifleetError(
+            Reason.CORRUPT, f"the reply lacks what training needs: {type(error).__name__}: {error}"
+        ) from error
+    kept = {name: message[name] for name in ("role", "content", "tool_calls", "reasoning_content") if name in message}
+    return kept, turn
+
+
+def _span(span: Mapping[str, Any]) -> VersionSpan:
+    name, _, number = str(span["version"]).rpartition(":")
+    run, _, lineage = name.partition("/")
+    return VersionSpan(WeightVersion(run, lineage, int(number)), span["start"], span["end"], span["worker"])

@@ -1,0 +1,49 @@
+"""What `Vision` asks of a family, whatever library holds the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from omnifleet_trainer.batch.collate import MediaContract, MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Media of a micro-batch, by kind, in prompt order.
+
+    pictures, clips: [items, 3] int64 patches (t, h, w). seconds: of each clip, between two temporal patches.
+    """
+
+    pictures: Tensor
+    clips: Tensor
+    seconds: Sequence[float]
+
+
+class Family(Protocol):
+    """One model, seen through its family. B samples, S positions, H wide."""
+
+    contract: MediaContract | None
+    """How prompts carry media; None for a model that takes none."""
+
+    def text(self, micro: MicroBatch) -> dict[str, Any]:
+        """Forward arguments of a micro-batch without media."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[B, S] int64 ids -> [B, S, H] embeddings."""
+        ...
+
+    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """One run of the tower: patches [P, C], grids [items, 3] -> [features, W], item after item.
+
+        W is H, or a multiple where the family hands features to inner layers too.
+        """
+        ...
+
+    def mixed(self, micro: MicroBatch, embeds: Tensor, features: Tensor, layout: Layout) -> dict[str, Any]:
+        """Forward arguments of a micro-batch with media; features [features, W] in prompt order."""
+        ...
