@@ -39,8 +39,8 @@ class MediaContract:
 class MicroBatch:
     """One forward pass. B samples, S positions; every per-token tensor is [B, S], not shifted, 0 in the padding.
 
-    rows: place of each sample in the step. input_ids, attention_mask, token_types (TEXT, or a feature of IMAGE or VIDEO), lag: int64.
-    token_mask, generation_logprobs, advantages: float32. sample_mask: [B] float32. truncated: [B] bool.
+    rows: place of each sample in the step. input_ids, attention_mask, token_types (IMAGE, VIDEO = a feature of
+    one), lag: int64. token_mask, generation_logprobs, advantages: float32. sample_mask: [B] float32. truncated: [B] bool.
     first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture or
     clip, sample by sample in prompt order; grids: [media, 3] patches (t, h, w) in the same order. kept: [B, S, K] int64
     ids that the sampler's filters kept at each token, padded with -1; None if no sample knows them.
@@ -186,9 +186,14 @@ def _token_types(
     counts = [int(grid_of(segment).prod(-1).sum()) // contract.merge**2 for segment in segments]
     kinds = [VIDEO if is_clip(segment) else IMAGE for segment in segments]
     if not np.array_equal(types[types != TEXT], np.repeat(kinds, counts)):
+        features = {kind: sum(n for k, n in zip(kinds, counts, strict=True) if k == kind) for kind in kinds}
+        found = [
+            f"{int((types == kind).sum())} {name} tokens"
+            for kind, name in ((IMAGE, "image"), (VIDEO, "video"))
+        ]
         raise invalid(
-            f"sample {sample.trajectory_id}: {int((types == IMAGE).sum())} image tokens and "
-            f"{int((types == VIDEO).sum())} video tokens in the prompt, for media of {counts} features"
+            f"sample {sample.trajectory_id}: {found[0]} in the prompt for {features.get(IMAGE, 0)} features, "
+            f"{found[1]} for {features.get(VIDEO, 0)}, or not in the order of its media"
         )
     return types
 

@@ -93,7 +93,7 @@ class Vision:
             encoded = self._family.encode(torch.from_numpy(pixels).to(device), torch.cat(grids).to(device))
         assert self.contract is not None
         sizes = [int(grid.prod(-1).sum()) // self.contract.merge**2 for grid in grids]
-        for key, piece in zip(missing, encoded.split(sizes), strict=True):
+        for key, piece in zip(missing, torch.split(encoded, sizes), strict=True):
             ready[key] = piece
             if self.frozen:
                 self._cache.put(key, piece)

@@ -98,7 +98,7 @@ class Qwen3VL(Qwen2VL):
 
     def mixed(self, micro: MicroBatch, embeds: Tensor, features: Tensor, layout: Layout) -> dict[str, Any]:
         """See `Family`."""
-        last, *inner = features.split(embeds.shape[-1], dim=-1)
+        last, *inner = torch.split(features, embeds.shape[-1], dim=-1)
         return super().mixed(micro, embeds, last, layout) | {
             "visual_pos_masks": micro.token_types != TEXT,
             "deepstack_visual_embeds": inner,
