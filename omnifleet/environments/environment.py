@@ -50,4 +50,6 @@ def load_environment(path: str, params: Mapping[str, Any]) -> Environment:
 
 
 def _refused(path: str, why: str) -> OmnifleetError:
-    return OmnifleetError(Reason.INVALID_CONFIG, f"environment {path!r}: {why}", knob="data.train.environment")
+    return OmnifleetError(
+        Reason.INVALID_CONFIG, f"environment {path!r}: {why}", knob="data.train.environment"
+    )

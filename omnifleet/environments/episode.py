@@ -97,4 +97,6 @@ def _stretched(spans: Sequence[VersionSpan], by: int) -> list[VersionSpan]:
 
 
 def _corrupt(message: str) -> OmnifleetError:
-    return OmnifleetError(Reason.CORRUPT, message, knob="one session an episode; rollout.engine.media_tokens = ban")
+    return OmnifleetError(
+        Reason.CORRUPT, message, knob="one session an episode; rollout.engine.media_tokens = ban"
+    )

@@ -27,6 +27,7 @@ from omnifleet.types import (
 
 _WAIT_AND_RETRY = (Reason.OVERLOADED, Reason.NO_WORKER)
 _PAUSE_S = 0.05
+_SLACK_S = 5.0
 
 
 class GatewayTalk:
@@ -45,11 +46,20 @@ class GatewayTalk:
 
         sampling: of each reply; its seed is that of the first.
         """
-        self._http, self._identity, self._sampling, self._bound, self._end = http, identity, sampling, bound, end
+        self._http, self._identity, self._sampling, self._bound, self._end = (
+            http,
+            identity,
+            sampling,
+            bound,
+            end,
+        )
         self._turns = 0
 
     async def say(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
     ) -> tuple[dict[str, Any], Turn]:
         """See `Talk`. Waits as 429 and 503 advise, until the episode's end."""
         body = self._body(messages, tools, max_tokens)
@@ -67,7 +77,10 @@ class GatewayTalk:
         return turn_of(reply)
 
     def _body(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
     ) -> dict[str, Any]:
         s = self._sampling
         body: dict[str, Any] = {
@@ -93,7 +106,9 @@ class GatewayTalk:
             raise retryable(Reason.DEADLINE, "the episode's time is over", knob="environments.timeout_s")
         headers = {"x-omnifleet-timeout-s": f"{left_s:.3f}"}
         try:
-            response = await self._http.post("/v1/chat/completions", json=body, headers=headers, timeout=left_s)
+            response = await self._http.post(  # the gateway keeps the deadline; this is for one that is gone
+                "/v1/chat/completions", json=body, headers=headers, timeout=left_s + _SLACK_S
+            )
         except httpx.TransportError as error:
             kind = type(error).__name__
             raise retryable(Reason.UNAVAILABLE, f"the gateway does not answer: {kind}: {error}") from error
@@ -145,7 +160,11 @@ def turn_of(reply: Mapping[str, Any]) -> tuple[dict[str, Any], Turn]:
         raise OmnifleetError(
             Reason.CORRUPT, f"the reply lacks what training needs: {type(error).__name__}: {error}"
         ) from error
-    kept = {name: message[name] for name in ("role", "content", "tool_calls", "reasoning_content") if name in message}
+    kept = {
+        name: message[name]
+        for name in ("role", "content", "tool_calls", "reasoning_content")
+        if name in message
+    }
     return kept, turn
 
 

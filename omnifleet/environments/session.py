@@ -42,7 +42,10 @@ class Talk(Protocol):
     """The way to the model; `omnifleet.environments.gateway.GatewayTalk` is one."""
 
     async def say(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        max_tokens: int | None,
     ) -> tuple[dict[str, Any], Turn]:
         """The assistant's message, to be sent back as it is, and its turn. Raises OmnifleetError."""
         ...
