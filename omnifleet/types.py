@@ -232,6 +232,7 @@ class Trajectory:
 
     prompt_token_ids: expanded ids as the engine saw them. token_ids/logprobs/spans: as in Sample.
     prompt, prompt_suffix, ground_truth, extra: what the reward was asked with beside the text, so that it can be again.
+    mask: of an environment's episode: one entry a token, 0 = the environment's own words. Empty: the model wrote all.
     """
 
     id: str
@@ -252,6 +253,7 @@ class Trajectory:
     ground_truth: str = ""
     prompt_suffix: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    mask: list[int] = field(default_factory=list)
 
     @property
     def oldest_version(self) -> int:

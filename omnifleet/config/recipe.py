@@ -10,7 +10,13 @@ from pydantic import Field, model_validator
 from omnifleet.config.base import StrictModel
 from omnifleet.config.metrics import MetricsConfig
 from omnifleet.config.objective import ObjectiveConfig as ObjectiveConfig
-from omnifleet.config.services import GatewayConfig, MediaConfig, RewardConfig, RolloutConfig
+from omnifleet.config.services import (
+    EnvironmentsConfig,
+    GatewayConfig,
+    MediaConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from omnifleet.types import LogprobsMode
 
 
@@ -71,11 +77,31 @@ class SplitConfig(StrictModel):
     """Share of this set in a mixture; default: every epoch shows every row once. All sets have one, or none."""
     reward: tuple[ScorerConfig, ...] = ()
     """Scorers of this set's task; default: the recipe's."""
+    environment: str = ""
+    """`module:Class` of an `omnifleet.environments.Environment` that plays the rows. Without a `dataset` the rows are its own
+    tasks."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment's class."""
 
     @property
     def task_name(self) -> str:
         """The task of the rows."""
-        return self.task or self.dataset
+        return self.task or (self.environment if self.dataset == "environment" else self.dataset)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_tasks(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("environment") and "dataset" not in body:
+            return {**body, "dataset": "environment"}
+        return body
+
+    @model_validator(mode="after")
+    def _environment_is_named(self) -> SplitConfig:
+        if self.dataset == "environment" and not self.environment:
+            raise ValueError("dataset = environment needs environment: module:Class")
+        if self.params and not self.environment:
+            raise ValueError("params are those of an environment: none is named")
+        return self
 
     @model_validator(mode="after")
     def _custom_has_a_path(self) -> SplitConfig:
@@ -111,6 +137,15 @@ class DataConfig(StrictModel):
         weights = [split.weight for split in self.train_sets]
         if any(weights) and not all(weights):
             raise ValueError(f"weights of data.train are {weights}: give every set one, or none")
+        played: dict[str, tuple[str, dict[str, Any]]] = {}
+        for split in (*self.train_sets, *self.heldout_sets):
+            if played.setdefault(split.task_name, (split.environment, split.params)) != (
+                split.environment,
+                split.params,
+            ):
+                raise ValueError(
+                    f"task {split.task_name} has two environments: sets of one task are played alike"
+                )
         rewards: dict[str, tuple[ScorerConfig, ...]] = {}
         for split in (*self.train_sets, *self.heldout_sets):
             if rewards.setdefault(split.task_name, split.reward) != split.reward:
@@ -328,6 +363,7 @@ class Recipe(StrictModel):
     gateway: GatewayConfig = GatewayConfig()
     media: MediaConfig = MediaConfig()
     reward_service: RewardConfig = RewardConfig()
+    environments: EnvironmentsConfig = EnvironmentsConfig()
     auth: AuthConfig = AuthConfig()
 
     @property

@@ -163,6 +163,21 @@ class RewardConfig(StrictModel):
     """Answers that stay in it; the oldest go first."""
 
 
+class EnvironmentsConfig(StrictModel):
+    """Processes in which the trainer plays episodes of `data.*.environment`."""
+
+    processes: int = Field(1, ge=1)
+    """Processes of environments."""
+    episodes: int = Field(256, ge=1)
+    """Episodes at once in one process; more wait."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Longest life of one episode, waits for a busy gateway included."""
+    hang_s: float = Field(30.0, gt=2)
+    """Silence after which a process counts as blocked and is replaced."""
+    gateway: str = ""
+    """HTTP address of the gateway, e.g. http://HOST:PORT; default: found in the run's folder."""
+
+
 class GatewayConfig(StrictModel):
     """The front door of the rollout service and the fleet registry."""
 

@@ -6,11 +6,12 @@ their own. The room knows HTTP and tokens. It must not know torch, the training 
 
 from omnifleet.environments.environment import Environment, load_environment
 from omnifleet.environments.episode import Episode, Turn
-from omnifleet.environments.outcome import Crashed, Lost, Outcome, PromptError, Scored, TimedOut
+from omnifleet.environments.outcome import Answered, Crashed, Lost, Outcome, PromptError, Scored, TimedOut
 from omnifleet.environments.session import Reply, Session, ToolCall
 from omnifleet.environments.task import Task
 
 __all__ = [
+    "Answered",
     "Crashed",
     "Environment",
     "Episode",

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from omnifleet.environments.episode import Episode
-from omnifleet.environments.outcome import Crashed, Lost, Outcome, PromptError, Scored, TimedOut
+from omnifleet.environments.outcome import Answered, Crashed, Lost, Outcome, PromptError, Scored, TimedOut
 from omnifleet.environments.play import Order, Played
 from omnifleet.errors import OmnifleetError, Reason, invalid
 
@@ -19,7 +19,7 @@ _LENGTH = struct.Struct(">I")
 _ORDER: TypeAdapter[Order] = TypeAdapter(Order)
 _EPISODE: TypeAdapter[Episode] = TypeAdapter(Episode)
 _OUTCOMES: dict[str, TypeAdapter[Any]] = {
-    kind.__name__: TypeAdapter(kind) for kind in (Scored, PromptError, Crashed, TimedOut)
+    kind.__name__: TypeAdapter(kind) for kind in (Scored, Answered, PromptError, Crashed, TimedOut)
 }
 
 

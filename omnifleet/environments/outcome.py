@@ -1,4 +1,4 @@
-"""How an episode ended. Only `Scored` has a reward; nothing else is ever turned into one."""
+"""How an episode ended. Only `Scored` and `Answered` come to a reward; nothing else is ever turned into one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class Scored:
         for name, value in {"reward": self.reward, **self.components}.items():
             if not math.isfinite(value):
                 raise ValueError(f"{name} is a finite number, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The recipe's scorers judge `text`, as they judge the reply of a row without an environment."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,5 +57,5 @@ class Lost:
     error: OmnifleetError
 
 
-Outcome = Scored | PromptError | Crashed | TimedOut | Lost
-"""What `Environment.run` returns is `Scored` or `PromptError`; the others are what the pool makes of everything else."""
+Outcome = Scored | Answered | PromptError | Crashed | TimedOut | Lost
+"""What `Environment.run` returns is `Scored`, `Answered` or `PromptError`; the others are what the pool makes of the rest."""

@@ -11,7 +11,7 @@ import httpx
 from omnifleet.environments.environment import Environment
 from omnifleet.environments.episode import Episode
 from omnifleet.environments.gateway import GatewayTalk
-from omnifleet.environments.outcome import Crashed, Lost, Outcome, PromptError, Scored, TimedOut
+from omnifleet.environments.outcome import Answered, Crashed, Lost, Outcome, PromptError, Scored, TimedOut
 from omnifleet.environments.session import Session
 from omnifleet.environments.task import Task
 from omnifleet.errors import OmnifleetError
@@ -36,7 +36,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """How an episode ended. episode: present if it was scored."""
+    """How an episode ended. episode: present if it comes to a reward."""
 
     outcome: Outcome
     episode: Episode | None = None
@@ -51,13 +51,14 @@ async def play(environment: Environment, order: Order, http: httpx.AsyncClient) 
     try:
         async with clock:
             outcome = await environment.run(session)
-        if not isinstance(outcome, Scored | PromptError | Crashed):
-            return Played(Crashed(f"run returned {type(outcome).__name__}, not Scored or PromptError"))
-        if not isinstance(outcome, Scored):
+        if isinstance(outcome, PromptError | Crashed):
             return Played(outcome)
+        if not isinstance(outcome, Scored | Answered):
+            said = type(outcome).__name__
+            return Played(Crashed(f"run returned {said}, not Scored, Answered or PromptError"))
         episode = session.episode()
         if episode is None:
-            return Played(Crashed("run gave a reward without asking the model anything"))
+            return Played(Crashed("run ended without asking the model anything"))
         return Played(outcome, episode)
     except OmnifleetError as error:
         return Played(Lost(error))

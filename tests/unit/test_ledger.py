@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Outcome
 from omnifleet_trainer.ledger import LedgerReader, PromptLease, SqliteLedger
+from omnifleet_trainer.ledger.codec import pack, unpack
 from tests.unit.ledger_samples import group_of
 
 
@@ -240,3 +242,23 @@ def test_one_select_of_ones_own_and_nothing_else(ledger: SqliteLedger, tmp_path:
             reader.select(statement)
         assert refusal.value.reason is Reason.INVALID_REQUEST
     assert ledger.counts().trajectories == 2
+
+
+def test_payloads_are_exact_and_those_of_earlier_releases_still_read() -> None:
+    body = {"text": "é", "reward": 0.1 + 0.2}
+    arrays: dict[str, list[float]] = {
+        "token_ids": [0, 2**31 - 1],
+        "logprobs": [-1e-300, -0.1, 0.0],
+        "none": [],
+    }
+    assert unpack(pack(body, arrays)) == body | arrays
+    assert unpack(zstandard.compress(b'{"token_ids":[1,2],"logprobs":[-0.5]}')) == {
+        "token_ids": [1, 2],
+        "logprobs": [-0.5],
+    }
+    assert unpack(b"") == {}
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="float"):
+            pack({}, {"logprobs": [bad]})
+        with pytest.raises(ValueError, match="float"):
+            pack({"reward": bad})

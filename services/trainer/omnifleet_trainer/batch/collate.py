@@ -141,7 +141,7 @@ def _micro_batch(
         start, end = len(sample.prompt_token_ids), sample.length
         whole["input_ids"][i, :end] = sample.prompt_token_ids + sample.token_ids
         whole["attention_mask"][i, :end] = 1
-        whole["token_types"][i, :start] = _token_types(sample, batch, contract)
+        whole["token_types"][i, :end] = _token_types(sample, batch, contract)
         whole["lag"][i, start:end] = sample.lag
         real["token_mask"][i, start:end] = _trained(sample, contract)
         real["generation_logprobs"][i, start:end] = sample.generation_logprobs
@@ -175,13 +175,17 @@ def _kept(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
 def _token_types(
     sample: TrainingSample, batch: StepBatch, contract: MediaContract | None
 ) -> npt.NDArray[np.int64]:
-    """Marks of the prompt's tokens. A media token that the model itself wrote is text: it has no features."""
-    prompt = np.asarray(sample.prompt_token_ids)
+    """Marks of all tokens: media may stand in the prompt and in what an environment said between replies (mask 0).
+
+    A media token that the model itself wrote is text: it has no features.
+    """
+    ids = np.asarray(sample.prompt_token_ids + sample.token_ids, np.int64)
     if contract is None:
         if sample.segment_keys:
             raise invalid(f"sample {sample.trajectory_id} has media, the model takes none")
-        return np.zeros(len(prompt), np.int64)
-    types = contract.types(prompt)
+        return np.zeros(len(ids), np.int64)
+    own = np.asarray([0] * len(sample.prompt_token_ids) + sample.mask)
+    types = np.where(own == 1, TEXT, contract.types(ids))
     segments = [batch.segments[key] for key in sample.segment_keys]
     counts = [int(grid_of(segment).prod(-1).sum()) // contract.merge**2 for segment in segments]
     kinds = [VIDEO if is_clip(segment) else IMAGE for segment in segments]
@@ -192,7 +196,7 @@ def _token_types(
             for kind, name in ((IMAGE, "image"), (VIDEO, "video"))
         ]
         raise invalid(
-            f"sample {sample.trajectory_id}: {found[0]} in the prompt for {features.get(IMAGE, 0)} features, "
+            f"sample {sample.trajectory_id}: {found[0]} outside its replies for {features.get(IMAGE, 0)} features, "
             f"{found[1]} for {features.get(VIDEO, 0)}, or not in the order of its media"
         )
     return types

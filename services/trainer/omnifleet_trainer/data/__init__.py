@@ -15,7 +15,9 @@ from omnifleet_trainer.data.custom import CustomRows
 from omnifleet_trainer.data.geometry3k import load_geometry3k
 from omnifleet_trainer.data.mixture import Mixture
 from omnifleet_trainer.data.mmpr_tiny import load_mmpr_tiny
+from omnifleet_trainer.data.own_tasks import load_own_tasks
 from omnifleet_trainer.data.refcoco import load_refcoco
+from omnifleet_trainer.data.renamed import Renamed
 from omnifleet_trainer.data.rows import PromptRow, blank_pictures, shuffle_pictures
 from omnifleet_trainer.data.tables import open_table
 
@@ -61,15 +63,17 @@ def load_rows(name: str, split: str, *, seed: int = 0, size: int | None = None) 
 def load_split(split: SplitConfig, *, seed: int, size: int | None = None) -> Sequence[PromptRow]:
     """The rows of one set of a recipe; `size` where the recipe says none. Raises what `load_rows` and tables raise."""
     size = split.size or size
+    if split.dataset == "environment":
+        return load_own_tasks(split, size, seed)
     if split.dataset in LOCAL_SETS and split.path is not None:
-        rows = LOCAL_SETS[split.dataset](split.path, split.split, seed)
+        rows = _of_task(LOCAL_SETS[split.dataset](split.path, split.split, seed), split)
         return rows if size is None else rows[:size]
     if split.dataset in LOCAL_SETS.keys() - DATASETS.keys():
         raise invalid(f"dataset {split.dataset} needs the folder that holds it", knob="data.train.path")
     if split.dataset != "custom" and split.path is not None:
         raise invalid(f"dataset {split.dataset} takes no path", knob="data.train.path")
     if split.path is None:
-        return load_rows(split.dataset, split.split, seed=seed, size=size)
+        return _of_task(load_rows(split.dataset, split.split, seed=seed, size=size), split)
     table = open_table(split.path, split.split)
     folder = split.path if split.path.is_dir() else split.path.parent
     own = CustomRows(
@@ -81,6 +85,11 @@ def load_split(split: SplitConfig, *, seed: int, size: int | None = None) -> Seq
         folder=folder,
     )
     return own if size is None else own[:size]
+
+
+def _of_task(rows: Sequence[PromptRow], split: SplitConfig) -> Sequence[PromptRow]:
+    """The rows under the set's own task name, where it has one."""
+    return Renamed(rows, split.task_name) if split.task_name != split.dataset else rows
 
 
 def load_mixture(splits: Sequence[SplitConfig], *, seed: int, size: int | None = None) -> Sequence[PromptRow]:

@@ -16,6 +16,8 @@ class PromptRow:
 
     ``prompt_id`` is unique within and stable across runs; ``answer`` is what the scorer compares with, bare.
     ``extra`` is what else a scorer may need, as JSON values (options of a question, size of the picture).
+    ``clips`` and ``sounds`` are where the media service reads them: file:// URLs below its allowed roots, or media://DIGEST. Only
+    environments take them.
     """
 
     prompt_id: str
@@ -24,6 +26,8 @@ class PromptRow:
     answer: str
     task: str
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    clips: tuple[str, ...] = ()
+    sounds: tuple[str, ...] = ()
 
 
 def png(image: Image.Image) -> bytes:

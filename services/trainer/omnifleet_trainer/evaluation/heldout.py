@@ -15,7 +15,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Identity, Outcome, Sampling, Trajectory, VersionBound, WeightVersion
 from omnifleet_trainer.evaluation.pictures import Pictures, altered
 from omnifleet_trainer.loop.failures import FATAL, first_of, outcome_of
-from omnifleet_trainer.loop.prompting import Prompter
+from omnifleet_trainer.loop.prompting import Asker
 
 if TYPE_CHECKING:
     from omnifleet_trainer.data import PromptRow
@@ -50,7 +50,7 @@ class HeldOut:
     def __init__(
         self,
         rows: Sequence[PromptRow],
-        prompter: Prompter,
+        prompter: Asker,
         *,
         serving: Callable[[], WeightVersion],
         sampling: Sampling,

@@ -1,11 +1,13 @@
-"""Payloads in the ledger: zstd-compressed JSON. What all samples of a group share is stored once, with the group."""
+"""Payloads in the ledger: zstd over JSON and arrays. What all samples of a group share is stored once, with the group."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import zstandard
 
 from omnifleet.types import (
@@ -21,28 +23,57 @@ from omnifleet.types import (
 )
 
 _LEVEL = 3
+_ARRAYS = b"\x01"
+_OWN = ("prompt_token_ids", "prompt_hash", "media")
 _MAX_BYTES = 256 << 20  # a damaged header must not make us allocate without bound
 
 
-def pack(body: dict[str, Any]) -> bytes:
-    """JSON -> zstd. NaN and infinity are refused (ValueError)."""
-    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return zstandard.compress(text.encode(), _LEVEL)
+def pack(body: dict[str, Any], arrays: Mapping[str, Sequence[float]] = {}) -> bytes:
+    """JSON and flat arrays -> zstd. NaN and infinity are refused (ValueError).
+
+    arrays: name -> numbers; ints as int32, floats as float64, little-endian: exact, and an order of magnitude quicker
+    than their decimal text. Layout: version byte, length of the JSON (u32), JSON, array bytes in the order of `_arrays`.
+    """
+    columns = {name: _column(values) for name, values in arrays.items()}
+    kinds = [[name, column.typecode, len(column)] for name, column in columns.items()]
+    text = json.dumps(
+        {**body, "_arrays": kinds}, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+    raw = b"".join([_ARRAYS, len(text).to_bytes(4, "little"), text, *(c.tobytes() for c in columns.values())])
+    return zstandard.compress(raw, _LEVEL)
 
 
 def unpack(payload: bytes) -> dict[str, Any]:
-    """Undo `pack`; {} for a payload that retention took."""
+    """Undo `pack`; {} for a payload that retention took. Payloads of earlier releases are JSON alone."""
     if not payload:
         return {}
-    body: dict[str, Any] = json.loads(zstandard.decompress(payload, max_output_size=_MAX_BYTES))
+    raw = zstandard.decompress(payload, max_output_size=_MAX_BYTES)
+    if not raw.startswith(_ARRAYS):
+        old: dict[str, Any] = json.loads(raw)
+        return old
+    at = 5 + int.from_bytes(raw[1:5], "little")
+    body: dict[str, Any] = json.loads(raw[5:at])
+    for name, kind, count in body.pop("_arrays"):
+        column = array(kind)
+        column.frombytes(raw[at : at + count * column.itemsize])
+        at += count * column.itemsize
+        body[name] = column.tolist()
     return body
+
+
+def _column(values: Sequence[float]) -> array[Any]:
+    if all(type(value) is int for value in values):
+        return array("i", values)
+    column = array("d", values)
+    if not np.isfinite(np.frombuffer(column)).all():
+        raise ValueError("Out of range float values are not JSON compliant")
+    return column
 
 
 def pack_shared(first: Trajectory) -> bytes:
     """What all trajectories of a group have in common: the prompt as the engine saw it, and as the reward did."""
     return pack(
         {
-            "prompt_token_ids": first.prompt_token_ids,
             "prompt_hash": first.prompt_hash,
             "logprobs_mode": first.logprobs_mode,
             "media": [[ref.kind, ref.digest] for ref in first.media],
@@ -50,7 +81,8 @@ def pack_shared(first: Trajectory) -> bytes:
             "ground_truth": first.ground_truth,
             "prompt_suffix": first.prompt_suffix,
             "extra": first.extra,
-        }
+        },
+        {"prompt_token_ids": first.prompt_token_ids},
     )
 
 
@@ -60,20 +92,35 @@ def pack_trajectory(trajectory: Trajectory) -> bytes:
     return pack(
         {
             "identity": {name: getattr(identity, name) for name in Identity.__dataclass_fields__},
-            "token_ids": trajectory.token_ids,
-            "logprobs": trajectory.logprobs,
             "spans": [_pack_span(span) for span in trajectory.spans],
             "finish_reason": trajectory.finish_reason,
             "text": trajectory.text,
             "reward": trajectory.reward,
             "reward_version": trajectory.reward_version,
             "components": trajectory.components,
-        }
+            **(_own_facts(trajectory) if trajectory.mask else {}),
+        },
+        {
+            "token_ids": trajectory.token_ids,
+            "logprobs": trajectory.logprobs,
+            **(_own_tokens(trajectory) if trajectory.mask else {}),
+        },
     )
+
+
+def _own_facts(trajectory: Trajectory) -> dict[str, Any]:
+    """What the samples of an environment need not share: each episode has media of its own, and tokens."""
+    media = [[ref.kind, ref.digest] for ref in trajectory.media]
+    return {"prompt_hash": trajectory.prompt_hash, "media": media}
+
+
+def _own_tokens(trajectory: Trajectory) -> dict[str, list[int]]:
+    return {"mask": trajectory.mask, "prompt_token_ids": trajectory.prompt_token_ids}
 
 
 def unpack_trajectory(trajectory_id: str, shared: dict[str, Any], own: dict[str, Any]) -> Trajectory:
     """Join both parts."""
+    shared = {**shared, **{name: own[name] for name in _OWN if name in own}}
     return Trajectory(
         id=trajectory_id,
         identity=Identity(**own["identity"]),
@@ -89,6 +136,7 @@ def unpack_trajectory(trajectory_id: str, shared: dict[str, Any], own: dict[str,
         reward=own["reward"],
         reward_version=own["reward_version"],
         components=own["components"],
+        mask=own.get("mask", []),
         # Ledgers of earlier releases lack these.
         prompt=shared.get("prompt", ""),
         ground_truth=shared.get("ground_truth", ""),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from omnifleet.address import token_digest
 from omnifleet.config.objective import ObjectiveConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest, FinishReason, Group, Trajectory
@@ -51,15 +52,30 @@ class Batches:
         samples: list[TrainingSample] = []
         segments: dict[Digest, Segment] = {}
         for group in groups:
-            prompt = await self._render(group.prompt_id)
-            tensors: Mapping[Digest, Segment] = {s.key: s.tensors for s in prompt.segments}
-            segments.update(tensors)
-            samples += [
-                self._sample(trajectory, group.id, prompt, version) for trajectory in group.trajectories
-            ]
+            for trajectory, prompt in await self._prompts_of(group):
+                tensors: Mapping[Digest, Segment] = {s.key: s.tensors for s in prompt.segments}
+                segments.update(tensors)
+                samples.append(self._sample(trajectory, group.id, prompt, version))
         for sample, advantage in zip(samples, self._advantages(samples), strict=True):
             sample.advantage = advantage
         return StepBatch(samples, step, segments)
+
+    async def _prompts_of(self, group: Group) -> list[tuple[Trajectory, RenderedPrompt]]:
+        """Each trajectory with its prompt: rendered here, or of an environment's episode what the engine saw."""
+        if any(trajectory.mask for trajectory in group.trajectories):
+            return [(trajectory, await self._seen(trajectory)) for trajectory in group.trajectories]
+        prompt = await self._render(group.prompt_id)
+        return [(trajectory, prompt) for trajectory in group.trajectories]
+
+    async def _seen(self, trajectory: Trajectory) -> RenderedPrompt:
+        return RenderedPrompt(
+            token_ids=[],
+            expanded=trajectory.prompt_token_ids,
+            prompt_hash=token_digest(trajectory.prompt_token_ids),
+            media=trajectory.media,
+            segments=await self._renderer.segments(trajectory.media),
+            opened=self._renderer.opened,
+        )
 
     async def _render(self, prompt_id: str) -> RenderedPrompt:
         row = self._prompts.row(prompt_id)
@@ -82,7 +98,7 @@ class Batches:
             prompt_hash=trajectory.prompt_hash,
             token_ids=trajectory.token_ids,
             generation_logprobs=trajectory.logprobs,
-            mask=[1] * len(trajectory.token_ids),
+            mask=trajectory.mask or [1] * len(trajectory.token_ids),
             lag=token_lags(trajectory, version),
             reward=trajectory.reward,
             media=prompt.media,

@@ -38,6 +38,11 @@ class Unscorable(OmnifleetError):
 
 
 @dataclass
+class Unplayable(OmnifleetError):
+    """A row that its environment refuses: another try would say the same."""
+
+
+@dataclass
 class Stale(OmnifleetError):
     """A reply from weights that are not ours any more."""
 
@@ -52,7 +57,7 @@ def outcome_of(error: OmnifleetError) -> Outcome:
             return Outcome.STALE
         case Unscorable():
             return Outcome.UNSCORABLE
-        case RefusedSample(retryable=False):
+        case RefusedSample(retryable=False) | Unplayable():
             return Outcome.PROMPT_ERROR
     if error.reason in FATAL:
         return Outcome.INFRA_ERROR
@@ -67,7 +72,7 @@ def outcome_of(error: OmnifleetError) -> Outcome:
 
 def tries_of(error: OmnifleetError, attempts_per_prompt: int) -> int:
     """How often a prompt may fail like this: once where another try gives the same."""
-    return 1 if error.reason in _HOPELESS else attempts_per_prompt
+    return 1 if error.reason in _HOPELESS or isinstance(error, Unplayable) else attempts_per_prompt
 
 
 def first_of(errors: BaseExceptionGroup[OmnifleetError]) -> OmnifleetError:

@@ -59,6 +59,16 @@ class Scoring(Protocol):
         ...
 
 
+class Asker(Protocol):
+    """Who brings the scored trajectories of one row: `Prompter` in one turn, `environments.Player` by an episode each."""
+
+    async def ask(
+        self, row: PromptRow, *, identity: Identity, sampling: Sampling, bound: VersionBound, lineage: str
+    ) -> list[Trajectory]:
+        """`sampling.n` scored trajectories, all or none. Raises OmnifleetError; see `failures`."""
+        ...
+
+
 class Prompter:
     """Asks the fleet for replies to one row and gets them scored."""
 
@@ -118,7 +128,8 @@ class Prompter:
         samples = check_generation(
             generation, prompt_hash=prompt.prompt_hash, mode=self._mode, run=identity.run, lineage=lineage
         )
-        scores = await self._score(row, prompt, samples, identity)
+        replies = {sample.index: sample.text for sample in samples}
+        scores = await self.judge(row, replies, identity=identity, media=prompt.media)
         return [
             _trajectory(row, prompt, generation, sample, score, identity)
             for sample, score in zip(samples, scores, strict=True)
@@ -134,21 +145,25 @@ class Prompter:
                 raise retryable(Reason.UNAVAILABLE, error.message, knob=error.knob) from error
             raise
 
-    async def _score(
-        self, row: PromptRow, prompt: RenderedPrompt, samples: Sequence[Sample], identity: Identity
+    async def judge(
+        self, row: PromptRow, replies: Mapping[int, str], *, identity: Identity, media: Sequence[MediaRef]
     ) -> list[ItemScore]:
+        """A score for each reply, by the scorers of the row's task. replies: sample -> text.
+
+        Raises Unscorable, and what the reward service raises.
+        """
         items = [
             ScoreItem(
-                id=f"{identity.attempt}/{sample.index}",
-                response=sample.text,
+                id=f"{identity.attempt}/{index}",
+                response=text,
                 ground_truth=row.answer,
                 identity=identity,
                 prompt=row.text,
-                media=prompt.media,
-                extra=_extra(row),
-                prompt_suffix=prompt.opened,
+                media=tuple(media),
+                extra=extra_of(row),
+                prompt_suffix=self._renderer.opened,
             )
-            for sample in samples
+            for index, text in replies.items()
         ]
         scores = await self._score_patiently(items, self._scorers_of.get(row.task, self._scorers))
         for score in scores:
@@ -184,7 +199,7 @@ class Prompter:
             await asyncio.sleep(pause)
 
 
-def _extra(row: PromptRow) -> dict[str, Any]:
+def extra_of(row: PromptRow) -> dict[str, Any]:
     """What scorers may want to know of a row beside its text and answer."""
     return {**row.extra, "task": row.task}
 
@@ -223,5 +238,5 @@ def _trajectory(
         prompt=row.text,
         ground_truth=row.answer,
         prompt_suffix=prompt.opened,
-        extra=_extra(row),
+        extra=extra_of(row),
     )

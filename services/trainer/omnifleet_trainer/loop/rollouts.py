@@ -15,7 +15,7 @@ from omnifleet_trainer.ledger import PromptLease
 from omnifleet_trainer.loop.admission import Admission
 from omnifleet_trainer.loop.buffer import ReadyBuffer
 from omnifleet_trainer.loop.failures import FATAL, RefusedSample, first_of, outcome_of, tries_of
-from omnifleet_trainer.loop.prompting import Prompter
+from omnifleet_trainer.loop.prompting import Asker
 from omnifleet_trainer.loop.prompts import Prompts
 
 log = logging.getLogger("omnifleet.trainer.rollouts")
@@ -30,7 +30,7 @@ class Rollouts:
     def __init__(
         self,
         prompts: Prompts,
-        prompter: Prompter,
+        prompter: Asker,
         buffer: ReadyBuffer,
         admission: Admission,
         counters: Counters,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from omnifleet.config.recipe import Recipe
-from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import LogprobsMode
 from omnifleet_trainer.policy.port import Policy
 
@@ -15,7 +15,7 @@ def open_policy(recipe: Recipe, source: Path, *, run_dir: Path | None = None) ->
 
     The trainer divides its logits by sampling.temperature where the rollout's logprobs are processed, and by 1 where
     they are raw: both sides then speak of one distribution. run_dir: plots of mismatches go into it, None = no plots.
-    Raises OmnifleetError (see `AutoModelPolicy`).
+    Raises OmnifleetError (see `AutoModelPolicy`, `MegatronPolicy`).
     """
     match recipe.trainer.backend:
         case "fake":
@@ -24,21 +24,24 @@ def open_policy(recipe: Recipe, source: Path, *, run_dir: Path | None = None) ->
             return FakePolicy(Path(recipe.model.path))
         case "automodel":
             from omnifleet_trainer.policy.automodel import AutoModelPolicy
-            from omnifleet_trainer.policy.mismatch import MismatchPlots
 
-            processed = recipe.rollout.logprobs_mode is LogprobsMode.PROCESSED
-            return AutoModelPolicy(
-                source,
-                trainer=recipe.trainer,
-                objective=recipe.objective,
-                temperature=recipe.sampling.temperature if processed else 1.0,
-                freeze=recipe.model.freeze,
-                seed=recipe.run.seed,
-                on_mismatch=None if run_dir is None else MismatchPlots(run_dir / "mismatch"),
-            )
+            return AutoModelPolicy(source, **_settings(recipe, run_dir))
         case "megatron":
-            raise OmnifleetError(
-                Reason.UNSUPPORTED,
-                "this build trains with the automodel backend only",
-                knob="trainer.backend",
-            )
+            from omnifleet_trainer.policy.megatron import MegatronPolicy
+
+            return MegatronPolicy(source, **_settings(recipe, run_dir))
+
+
+def _settings(recipe: Recipe, run_dir: Path | None) -> dict[str, Any]:
+    """What the backends that compute take alike."""
+    from omnifleet_trainer.policy.mismatch import MismatchPlots
+
+    processed = recipe.rollout.logprobs_mode is LogprobsMode.PROCESSED
+    return {
+        "trainer": recipe.trainer,
+        "objective": recipe.objective,
+        "temperature": recipe.sampling.temperature if processed else 1.0,
+        "freeze": recipe.model.freeze,
+        "seed": recipe.run.seed,
+        "on_mismatch": None if run_dir is None else MismatchPlots(run_dir / "mismatch"),
+    }

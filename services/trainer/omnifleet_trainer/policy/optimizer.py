@@ -20,9 +20,16 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """AdamW over named float32 weights. The learning rate follows training steps, not optimiser updates (NeMo RL)."""
 
-    def __init__(self, weights: Mapping[str, Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Parameter],
+        config: OptimizerConfig,
+        *,
+        adam: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """adam: an AdamW over the same weights, if a library has built one."""
         self._weights, self._config = dict(weights), config
-        self._adam = torch.optim.AdamW(
+        self._adam = adam or torch.optim.AdamW(
             list(self._weights.values()),
             lr=config.lr,
             betas=config.betas,
@@ -40,10 +47,13 @@ class Optimizer:
 
     def update(self) -> None:
         """One AdamW update from the gradients that are there; clears them."""
-        for group in self._adam.param_groups:
-            group["lr"] = self.learning_rate()
+        self._prepare()
         self._adam.step()
         self.clear()
+
+    def _prepare(self) -> None:
+        for group in self._adam.param_groups:
+            group["lr"], group["weight_decay"] = self.learning_rate(), self._config.weight_decay
 
     def clear(self) -> None:
         """Drop gradients."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from omnifleet.address import source_digest, token_digest
 from omnifleet.client.media import Segment
-from omnifleet.errors import Reason, invalid
-from omnifleet.processor import ImageProcessorSpec
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.processor import ImageProcessorSpec, ProcessorSpec
 from omnifleet.prompt import expand_placeholders
-from omnifleet.types import Digest, MediaRef
+from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet_trainer.rendering.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -62,11 +62,13 @@ class Renderer:
         placeholder: int,
         run: str,
         max_prompt_tokens: int,
+        clips: ProcessorSpec | None = None,
     ) -> None:
-        """placeholder: the checkpoint's image token. max_prompt_tokens: longest expanded prompt."""
+        """placeholder: the checkpoint's image token. max_prompt_tokens: longest expanded prompt. clips: processor of clips."""
         self._template = template
         self._media = media
         self._processor = processor
+        self._processors = {MediaKind.IMAGE: processor, MediaKind.VIDEO: clips}
         self._placeholder = placeholder
         self._run = run
         self._max_prompt_tokens = max_prompt_tokens
@@ -102,6 +104,16 @@ class Renderer:
     async def place(self, pictures: Sequence[bytes]) -> tuple[MediaRef, ...]:
         """References of pictures in the media service, each put once a process."""
         return tuple([await self._place(data) for data in pictures])
+
+    async def segments(self, media: Sequence[MediaRef]) -> tuple[Segment, ...]:
+        """Model-ready tensors of media that are there already. Raises UNSUPPORTED for a kind that the model does not take."""
+        return tuple(await asyncio.gather(*(self._segment(ref) for ref in media)))
+
+    async def _segment(self, ref: MediaRef) -> Segment:
+        processor = self._processors.get(ref.kind)
+        if processor is None:
+            raise OmnifleetError(Reason.UNSUPPORTED, f"the model trains on no {ref.kind}", knob="model.path")
+        return await self._media.segment(ref, processor, self._run)
 
     def forget(self, row: PromptRow) -> None:
         """The media service lost something: put this row's pictures again next time."""

@@ -16,10 +16,11 @@ from omnifleet.client.reward import RewardClient
 from omnifleet.client.rollout import RolloutClient
 from omnifleet.config.recipe import Recipe, ScorerConfig
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.processor import image_token_id, read_image_processor
+from omnifleet.processor import ProcessorSpec, image_token_id, read_image_processor, read_video_processor
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Sampling, WeightVersion
 from omnifleet_trainer.batch.samples import StepBatch
+from omnifleet_trainer.environments import open_player
 from omnifleet_trainer.evaluation import HeldOut
 from omnifleet_trainer.loop.admission import Admission
 from omnifleet_trainer.loop.batches import AdvantageRule, Batches
@@ -143,6 +144,7 @@ async def assembled(
             placeholder=image_token_id(model),
             run=name,
             max_prompt_tokens=recipe.data.max_prompt_tokens,
+            clips=_clips(model),
         )
         prompter = Prompter(
             renderer,
@@ -152,6 +154,9 @@ async def assembled(
             scorers_of=_own_scorers(recipe),
             mode=recipe.rollout.logprobs_mode,
             timeout_s=trainer.rollout_timeout_s,
+        )
+        asker = await stack.enter_async_context(
+            open_player(recipe, run_dir, tokens, prompter, renderer, media, counters)
         )
         ledger = start.ledger
         admission = Admission(
@@ -176,7 +181,7 @@ async def assembled(
         sampling = _sampling(recipe)
         rollouts = Rollouts(
             prompts,
-            prompter,
+            asker,
             buffer,
             admission,
             counters,
@@ -212,7 +217,7 @@ async def assembled(
             refits=FleetRefits(sender, weights),
             heldout=HeldOut(
                 heldout_rows,
-                prompter,
+                asker,
                 serving=served.get,
                 sampling=sampling,
                 at_once=_AT_ONCE,
@@ -280,6 +285,16 @@ async def _reachable(recipe: Recipe, reward: RewardClient, opened: str) -> dict[
     largest = reachable(found.maximum, recipe.objective)
     log.info("the reward reaches at most %.4g (e.g. %r)", largest, found.example)
     return {"reward_reachable": f"{largest:.4g}"}
+
+
+def _clips(model: Path) -> ProcessorSpec | None:
+    """The model's processor of clips, None if it takes none."""
+    try:
+        return read_video_processor(model)
+    except OmnifleetError as error:
+        if error.reason is not Reason.UNSUPPORTED:
+            raise
+        return None
 
 
 def _load_data(recipe: Recipe) -> tuple[Sequence[PromptRow], Sequence[PromptRow]]:

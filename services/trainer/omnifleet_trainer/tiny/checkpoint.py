@@ -1,4 +1,4 @@
-"""Write a small Qwen2-VL checkpoint with random weights: config, float32 safetensors, tokenizer, processors.
+"""Write a small checkpoint of a Qwen-VL family with random weights: config, float32 safetensors, tokenizer, processors.
 
 Heads are 64 wide in language and vision, so that the same folder runs on CPU and GPU attention kernels. Embeddings
 and output head are untied: CPU engines pack the head apart from the embeddings, and a refit then loads each by its
@@ -11,13 +11,12 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
+from omnifleet_trainer.tiny.families import HEAD, MODELS, PATCH, PROCESSORS, Family, family_config
 from omnifleet_trainer.tiny.scenes import ANSWERS, COLOURS, PROMPT, SHAPES, SIDE
 
-HEAD = 64
-PATCH = 14
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -41,7 +40,13 @@ CHAT_TEMPLATE = (
 
 
 def write_checkpoint(
-    out: Path, *, seed: int = 0, hidden: int = 128, layers: int = 2, tie_embeddings: bool = False
+    out: Path,
+    *,
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 2,
+    tie_embeddings: bool = False,
+    family: Family = "qwen2_vl",
 ) -> None:
     """Write the checkpoint folder ``out`` (made if missing); equal arguments give equal weights.
 
@@ -52,54 +57,16 @@ def write_checkpoint(
         raise ValueError(f"hidden must be a multiple of {HEAD}, not {hidden}")
     out.mkdir(parents=True, exist_ok=True)
     vocabulary = _write_tokenizer(out)
-    _write_processors(out)
-    config = _config(vocabulary, hidden=hidden, layers=layers, tie_embeddings=tie_embeddings)
+    _write_processors(out, family)
+    config = family_config(
+        family, vocabulary, hidden=hidden, layers=layers, tie_embeddings=tie_embeddings
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2VLForConditionalGeneration(config)
+        model = getattr(transformers, MODELS[family])(config)
     model.generation_config.eos_token_id = vocabulary["<|im_end|>"]
     model.generation_config.pad_token_id = vocabulary["<|endoftext|>"]
     model.save_pretrained(out)
-
-
-def _config(vocabulary: dict[str, int], *, hidden: int, layers: int, tie_embeddings: bool) -> Qwen2VLConfig:
-    heads = hidden // HEAD
-    return Qwen2VLConfig(
-        text_config={
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "vocab_size": -(-len(vocabulary) // 64) * 64,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-6,
-            "initializer_range": 0.05,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]},
-            "bos_token_id": vocabulary["<|endoftext|>"],
-            "eos_token_id": vocabulary["<|im_end|>"],
-            "pad_token_id": vocabulary["<|endoftext|>"],
-            "tie_word_embeddings": tie_embeddings,
-        },
-        vision_config={
-            "depth": 1,
-            "embed_dim": HEAD,
-            "hidden_size": hidden,
-            "num_heads": 1,
-            "mlp_ratio": 2,
-            "patch_size": PATCH,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "in_channels": 3,
-            "initializer_range": 0.05,
-        },
-        image_token_id=vocabulary["<|image_pad|>"],
-        video_token_id=vocabulary["<|video_pad|>"],
-        vision_start_token_id=vocabulary["<|vision_start|>"],
-        vision_end_token_id=vocabulary["<|vision_end|>"],
-        tie_word_embeddings=tie_embeddings,
-        dtype="float32",
-    )
 
 
 def _write_tokenizer(out: Path) -> dict[str, int]:
@@ -146,22 +113,22 @@ def _sentences() -> list[str]:
     return [*("user\nassistant\nsystem\n", prompt, *questions, *answers, *words) * 4]
 
 
-def _write_processors(out: Path) -> None:
-    """Image and video processors that keep the tiny pictures at their own size (one token for 28 x 28 pixels)."""
+def _write_processors(out: Path, family: Family) -> None:
+    """Image and video processors that keep the tiny pictures at their own size (one token for 28 x 28 pixels; 32 x 32
+    in Qwen3-VL)."""
+    processor, videos = PROCESSORS[family]
     shared = {
-        "processor_class": "Qwen2VLProcessor",
-        "patch_size": PATCH,
+        "processor_class": processor,
+        "patch_size": PATCH[family],
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 4 * SIDE**2},
+        "size": {"shortest_edge": (2 * PATCH[family]) ** 2, "longest_edge": 4 * SIDE**2},
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
     _write_json(out / "preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor", **shared})
-    _write_json(
-        out / "video_preprocessor_config.json", {"video_processor_type": "Qwen2VLVideoProcessor", **shared}
-    )
-    _write_json(out / "processor_config.json", {"processor_class": "Qwen2VLProcessor"})
+    _write_json(out / "video_preprocessor_config.json", {"video_processor_type": videos, **shared})
+    _write_json(out / "processor_config.json", {"processor_class": processor})
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

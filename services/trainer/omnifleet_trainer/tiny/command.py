@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from omnifleet.errors import OmnifleetError, Reason
 
 LOCK_SECONDS = 600.0
-SOURCES = ("checkpoint.py", "scenes.py", "warmstart.py")
+SOURCES = ("checkpoint.py", "families.py", "scenes.py", "warmstart.py")
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,99 @@
+"""Layers of megatron-core without Transformer Engine: its local specs, with attention by torch.
+
+Checked with megatron-core 0.19.2 and megatron-bridge 0.6.2. The local specs' own core attention forms all scores and
+refuses packed sequences, which the Qwen3-VL tower uses for its pictures; this one is torch's
+`scaled_dot_product_attention`, one call a segment where sequences are packed. Bridge's weight maps know the local
+layout. What these layers cannot do: sequence parallelism, context parallelism, grouped experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class TorchCoreAttention(DotProductAttention):  # type: ignore[misc]
+    """Core attention by torch. Padding must be on the right: a causal mask then hides it from all that counts."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[S, B, heads, d] -> [S, B, heads x d]; packed: [T, heads, d] (or [T, 1, heads, d]) -> [T, heads x d]."""
+        assert attention_bias is None
+        causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        if packed_seq_params is None:
+            rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            mixed = self._attend(*rows, causal=causal)
+            return mixed.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        heads = [x.reshape(x.shape[0], x.shape[-2], x.shape[-1]).transpose(0, 1) for x in (query, key, value)]
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        parts = [
+            self._attend(*(x[None, :, start:end] for x in heads), causal=causal)[0].transpose(0, 1)
+            for start, end in zip(bounds, bounds[1:], strict=False)
+            if end > start
+        ]
+        return torch.cat(parts).reshape(query.shape[0], -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=self.config.attention_dropout if self.training else 0.0,
+            is_causal=causal and query.shape[2] > 1,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+
+
+def gpt_spec(*, qk_layernorm: bool, normalization: str = "RMSNorm") -> Any:
+    """Spec of a dense language layer."""
+    return _by_torch(
+        get_gpt_layer_local_spec(
+            num_experts=None,
+            moe_grouped_gemm=False,
+            qk_layernorm=qk_layernorm,
+            normalization=normalization,
+        )
+    )
+
+
+def language_spec(config: Any) -> Any:
+    """What `provider.transformer_layer_spec` is set to."""
+    return gpt_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+
+
+def use_in_qwen3() -> None:
+    """Bridge's Qwen3-VL names Transformer Engine's layers in its modules; put these in their place."""
+    from megatron.bridge.models.qwen_vl import qwen3_vl_provider as provider
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model
+
+    provider.get_gpt_layer_with_transformer_engine_spec = lambda **settings: gpt_spec(
+        qk_layernorm=settings["qk_layernorm"]
+    )
+    model.get_vit_layer_with_transformer_engine_spec = lambda: _by_torch(get_vit_layer_with_local_spec())
+    model.TENorm = WrappedTorchNorm
+    model.TEColumnParallelLinear, model.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+
+
+def _by_torch(spec: Any) -> Any:
+    spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
+    return spec

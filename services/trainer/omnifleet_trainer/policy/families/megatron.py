@@ -1,0 +1,87 @@
+"""Qwen2.5-VL and Qwen3-VL of Megatron Bridge 0.6.2, on one pipeline stage.
+
+Bridge's own forward takes pixels for every reference, and takes a media token that the model wrote itself for a
+picture. Here its parts run one by one: embedding, vision tower, positions by transformers' rule, decoder. Padding is on
+the right, so the causal mask alone keeps it from what counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnifleet_trainer.batch.collate import TEXT, MediaContract, MicroBatch
+from omnifleet_trainer.policy.families.port import Layout
+from omnifleet_trainer.policy.families.qwen import media_contract, positions, scattered
+
+
+class MegatronQwen25VL:
+    """`Family` over Bridge's Qwen2.5-VL, whose tower is that of transformers. config: of transformers."""
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self._model = model
+        self.contract: MediaContract | None = media_contract(config)
+        self._rope = _rope(config)
+
+    def text(self, micro: MicroBatch) -> dict[str, Any]:
+        """See `Family`."""
+        ids = micro.input_ids
+        places = torch.arange(ids.shape[1], device=ids.device)
+        return _decoder(self.embed(ids), places.expand(3, *ids.shape))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """See `Family`."""
+        embeds: Tensor = self._model.language_model.embedding(input_ids=ids, position_ids=None)
+        return embeds.transpose(0, 1)
+
+    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """See `Family`; W = H."""
+        return torch.cat(list(self._model.get_image_features(pixels, grids, return_dict=True).pooler_output))
+
+    def mixed(self, micro: MicroBatch, embeds: Tensor, features: Tensor, layout: Layout) -> dict[str, Any]:
+        """See `Family`."""
+        return _decoder(scattered(micro, embeds, features), positions(self._rope, micro, layout))
+
+    def logits(self, arguments: dict[str, Any]) -> Tensor:
+        """[B, S, V] of all positions."""
+        logits: Tensor = self._model.language_model(input_ids=None, attention_mask=None, **arguments)
+        return logits
+
+
+class MegatronQwen3VL(MegatronQwen25VL):
+    """`Family` over Bridge's Qwen3-VL, whose tower is Megatron's own. W = H x (1 + number of inner layers)."""
+
+    def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """See `Family`."""
+        last, inner = self._model.vision_model(hidden_states=pixels, grid_thw=grids)
+        return torch.cat([last, *inner], dim=-1)
+
+    def mixed(self, micro: MicroBatch, embeds: Tensor, features: Tensor, layout: Layout) -> dict[str, Any]:
+        """See `Family`."""
+        last, *inner = torch.split(features, embeds.shape[-1], dim=-1)
+        return super().mixed(micro, embeds, last, layout) | {
+            "visual_pos_masks": micro.token_types != TEXT,
+            "deepstack_visual_embeds": inner,
+        }
+
+
+MEGATRON_FAMILIES: dict[str, type[MegatronQwen25VL]] = {
+    "qwen2_5_vl": MegatronQwen25VL,
+    "qwen3_vl": MegatronQwen3VL,
+}
+"""By model_type of the checkpoint's config."""
+
+
+def _decoder(embeds: Tensor, places: Tensor) -> dict[str, Any]:
+    return {"decoder_input": embeds.transpose(0, 1).contiguous(), "position_ids": places}
+
+
+def _rope(config: Any) -> Any:
+    """What counts positions, apart from any model: transformers' functions over its config."""
+    from transformers import Qwen2_5_VLModel, Qwen3VLModel
+
+    source = Qwen2_5_VLModel if config.model_type == "qwen2_5_vl" else Qwen3VLModel
+    taken = {name: getattr(source, name) for name in ("get_rope_index", "get_vision_position_ids")}
+    return type("Rope", (), {"config": config, **taken})()

@@ -1,0 +1,215 @@
+"""The policy on Megatron Bridge and megatron-core: one rank, float32, local layers, Megatron's optimiser.
+
+Nothing here needs Transformer Engine; see compat/megatron_layers.py for what these layers cannot do. A fused weight of
+Megatron holds several of the checkpoint (query, key and value): they train or stay fixed together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnifleet.config.recipe import ObjectiveConfig, TrainerConfig
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet_trainer.batch.collate import MicroBatch
+from omnifleet_trainer.batch.samples import StepBatch
+from omnifleet_trainer.compat import megatron as compat
+from omnifleet_trainer.policy.families.megatron import MEGATRON_FAMILIES
+from omnifleet_trainer.policy.families.qwen import unknown_family
+from omnifleet_trainer.policy.flops import FlopsModel
+from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
+from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
+from omnifleet_trainer.policy.mismatch import OnMismatch
+from omnifleet_trainer.policy.names import checkpoint_shapes, matching
+from omnifleet_trainer.policy.onerank import OneRankPolicy, start_group
+from omnifleet_trainer.policy.vision import Vision
+
+
+class MegatronPolicy(OneRankPolicy):
+    """`Policy` over a Hugging Face checkpoint folder. Arguments and errors as `AutoModelPolicy`.
+
+    Besides, OmnifleetError(UNSUPPORTED) for a dtype, chunk or family that this backend does not have, before anything
+    is loaded; INVALID_CONFIG for a freeze pattern that splits a fused weight.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        *,
+        trainer: TrainerConfig,
+        objective: ObjectiveConfig,
+        temperature: float = 1.0,
+        freeze: Sequence[str] = (),
+        seed: int = 0,
+        feature_cache_bytes: int = 1 << 30,
+        on_mismatch: OnMismatch | None = None,
+    ) -> None:
+        super().__init__(
+            source, trainer=trainer, objective=objective, temperature=temperature, on_mismatch=on_mismatch
+        )
+        _refuse(trainer)
+        self._shapes = checkpoint_shapes(source)
+        family = _family(source)
+        frozen = matching(self._shapes, freeze)
+        if trainer.threads is not None:
+            torch.set_num_threads(trainer.threads)
+        torch.manual_seed(seed)
+        self._owns_group = start_group()
+        try:
+            self._open(source, family, frozen, feature_cache_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, source: Path, family: Any, frozen: set[str], cache_bytes: int) -> None:
+        with compat.on_cpu():
+            self._built: Built = build(source, self._shapes, frozen)
+            parameters = dict(self._built.core.named_parameters())
+            self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+            self._optimizer = MegatronOptimizer(
+                self._trainable, self._trainer.optimizer, self._built.model
+            )
+        names = fused_names(self._built.tasks)
+        self._training = {source for name in self._trainable for source in names[name]}
+        self.encoder_trains = any(name.startswith(("visual.", "vision_model.")) for name in self._trainable)
+        self._family = family(self._built.core, self._built.config)
+        self._vision = Vision(self._family, frozen=not self.encoder_trains, cache_bytes=cache_bytes)
+        if self._trainer.peak_tflops is not None:
+            self._flops = _flops(self._built.config, self._training)
+        self._remember_reference()
+
+    def describe(self) -> dict[str, str]:
+        """See `Policy`."""
+        from importlib.metadata import version
+
+        return {
+            "backend": "megatron",
+            "megatron_core": version("megatron-core"),
+            "megatron_bridge": version("megatron-bridge"),
+            "transformers": version("transformers"),
+            "torch": torch.__version__,
+            "device": str(self._device),
+            "dtype": self._trainer.dtype,
+            "model": type(self._built.core).__name__,
+            "parameters": str(sum(p.numel() for p in self._built.core.parameters())),
+            "trainable_parameters": str(sum(p.numel() for p in self._trainable.values())),
+            "encoder_trains": str(self.encoder_trains).lower(),
+        }
+
+    def train(self, batch: StepBatch) -> dict[str, float]:
+        """See `Policy`."""
+        with compat.on_cpu():
+            return super().train(batch)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Policy`; one tensor at a time, by Bridge's weight maps."""
+        yield from self._state()
+
+    def trainable_names(self) -> set[str]:
+        """See `Policy`."""
+        return set(self._training)
+
+    def load(self, folder: Path) -> None:
+        """See `Policy`."""
+        if checkpoint_shapes(folder / "policy") != self._shapes:
+            raise OmnifleetError(
+                Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
+            )
+        with compat.on_cpu(), torch.no_grad():
+            self._built.bridge.load_hf_weights([self._built.model], str(folder / "policy"))
+        self._optimizer.load(folder / "optimizer")
+        self._vision.clear()
+
+    def offload(self) -> None:
+        """See `Policy`."""
+        with compat.on_cpu():
+            self._built.model.offload_grad_buffers()
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """See `Policy`."""
+        self._move(self._device)
+        with compat.on_cpu():
+            self._built.model.restore_grad_buffers()
+
+    def close(self) -> None:
+        """See `Policy`."""
+        from megatron.core import parallel_state
+
+        if hasattr(self, "_vision"):
+            self._vision.clear()
+        if self._owns_group and dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
+        def forward(micro: MicroBatch) -> Tensor:
+            logits = self._family.logits(self._vision.arguments(micro, batch.segments))
+            return self._response(micro, logits[:, micro.first - 1 : -1])
+
+        return forward
+
+    def _update(self) -> float:
+        norm = self._optimizer.norm()
+        if math.isfinite(norm):
+            self._optimizer.update()
+        self._optimizer.clear()
+        return norm
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        with torch.no_grad():
+            for name, tensor in self._built.bridge.export_hf_weights(
+                [self._built.model], show_progress=False, conversion_tasks=self._built.tasks
+            ):
+                if name in self._shapes:  # a tied head is not stored
+                    yield name, tensor.detach()
+
+    def _move(self, device: torch.device) -> None:
+        self._built.model.to(device)
+        self._vision.clear()
+        self._optimizer.move(device)
+
+
+def _refuse(trainer: TrainerConfig) -> None:
+    if trainer.dtype != "float32":
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"the megatron backend computes in float32, not in {trainer.dtype}",
+            knob="trainer.dtype",
+        )
+    if trainer.logprob_chunk is not None:
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            "the megatron backend computes the logits of a micro-batch at once",
+            knob="trainer.logprob_chunk",
+        )
+
+
+def _family(source: Path) -> Any:
+    body = json.loads((source / "config.json").read_text())
+    model_type = body.get("model_type")
+    if not isinstance(model_type, str):
+        raise invalid(f"{source}/config.json has no model_type", reason=Reason.INVALID_CONFIG)
+    if model_type not in MEGATRON_FAMILIES:
+        raise unknown_family(model_type, "megatron", MEGATRON_FAMILIES)
+    return MEGATRON_FAMILIES[model_type]
+
+
+def _flops(config: Any, training: set[str]) -> FlopsModel:
+    """By the shapes of the same model in transformers, without its weights."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    language = any(not name.startswith(("visual.", "model.visual.")) for name in training)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(language or name.startswith("model.visual."))
+    return FlopsModel.of(model, ("model.visual.",))

@@ -1,0 +1,129 @@
+"""From a Hugging Face folder to a Megatron model of one rank, with some of its weights frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet_trainer.compat import megatron as compat
+
+_SHOWN = 6
+# Kernels that need CUDA, and habits of pre-training: parts frozen by default, losses of its own, vocabularies padded.
+_SETTINGS: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_dtype": torch.float32,
+    "autocast_dtype": torch.float32,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "persist_layer_norm": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "freeze_language_model": False,
+    "freeze_vision_model": False,
+    "freeze_vision_projection": False,
+    "should_pad_vocab": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """bridge: between names and weights of both sides. model: wrapped for gradients; core: within. tasks: one for each
+    weight of `core`. config: of transformers."""
+
+    bridge: Any
+    model: Any
+    core: Any
+    tasks: Sequence[Any]
+    config: Any
+
+
+def build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
+    """Load `source`; its weights in `frozen` do not train. Call inside `compat.on_cpu()`, with a process group.
+
+    Raises OmnifleetError: UNSUPPORTED if model and checkpoint hold different tensors, INVALID_CONFIG if `frozen` splits
+    a fused weight.
+    """
+    compat.install()
+    from megatron.bridge import AutoBridge
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from omnifleet_trainer.compat import megatron_layers as layers
+
+    layers.use_in_qwen3()
+    bridge = AutoBridge.from_hf_pretrained(str(source))
+    config = bridge.hf_pretrained.config
+    provider = bridge.to_megatron_provider(load_weights=True)
+    cpu = not torch.cuda.is_available()
+    settings = _SETTINGS | {
+        "transformer_layer_spec": layers.language_spec,
+        "use_cpu_initialization": cpu,
+        # Bridge leaves the section of the published sizes, whatever the config says.
+        "mrope_section": config.text_config.rope_parameters["mrope_section"],
+    }
+    known = {name: value for name, value in settings.items() if hasattr(provider, name)}
+    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=known)
+    provider.initialize_model_parallel(seed=None if cpu else 0)
+
+    def freeze(chunks: list[Any]) -> list[Any]:
+        _freeze(chunks[0], fused_names(bridge.get_conversion_tasks(chunks)), shapes, frozen)
+        return chunks
+
+    provider.register_pre_wrap_hook(freeze)
+    (model,) = provider.provide_distributed_model(
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=False, overlap_grad_reduce=False
+        ),
+        wrap_with_ddp=True,
+        use_cpu_initialization=cpu,
+        fp16=False,
+        bf16=False,
+        data_parallel_random_init=False,
+    )
+    model.eval()  # no dropout separates the logprobs of two passes
+    return Built(bridge, model, model.module, bridge.get_conversion_tasks([model]), config)
+
+
+def fused_names(tasks: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+    """Megatron name -> names of the checkpoint's weights that it holds."""
+    names: dict[str, tuple[str, ...]] = {}
+    for task in tasks:
+        held = task.mapping.hf_param
+        names[task.param_name] = (held,) if isinstance(held, str) else tuple(held.values())
+    return names
+
+
+def _freeze(
+    core: Any, names: Mapping[str, tuple[str, ...]], shapes: Mapping[str, Any], frozen: set[str]
+) -> None:
+    held = {name for group in names.values() for name in group}
+    tied = {"lm_head.weight"} - set(shapes)
+    missing, extra = sorted(set(shapes) - held), sorted(held - set(shapes) - tied)
+    if missing or extra:
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"{type(core).__name__} and its checkpoint hold different tensors: only in the checkpoint "
+            f"{missing[:_SHOWN]}, only in the model {extra[:_SHOWN]}",
+            knob="model.path",
+        )
+    for name, parameter in core.named_parameters():
+        fixed = [source in frozen for source in names[name]]
+        if any(fixed) != all(fixed):
+            raise invalid(
+                f"model.freeze fixes a part of {', '.join(names[name])}, which Megatron holds as one weight: name all or none",
+                knob="model.freeze",
+                reason=Reason.INVALID_CONFIG,
+            )
+        parameter.requires_grad_(not all(fixed))
