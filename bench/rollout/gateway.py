@@ -191,7 +191,7 @@ async def latency(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
             for way in ("grpc", "http"):
                 found[way].append((await through_gateway(run_dir, way, load)).p50_ms)
         middle = {way: statistics.median(values) for way, values in found.items()}
-        added = ", ".join(f"{way} +{middle[way] - middle['direct']:.2f} ms" for way in ("grpc", "http"))
+        added = ", ".join(f"{way} {middle[way] - middle['direct']:+.2f} ms" for way in ("grpc", "http"))
         print(f"latency, {tokens} tokens: direct p50 {middle['direct']:.2f} ms; through the gateway {added}")
 
 
