@@ -196,7 +196,7 @@ def _token_types(
             for kind, name in ((IMAGE, "image"), (VIDEO, "video"))
         ]
         raise invalid(
-            f"sample {sample.trajectory_id}: {found[0]} outside its replies for {features.get(IMAGE, 0)} features, "
+            f"sample {sample.trajectory_id}: {found[0]} in the prompt for {features.get(IMAGE, 0)} features, "
             f"{found[1]} for {features.get(VIDEO, 0)}, or not in the order of its media"
         )
     return types
