@@ -61,12 +61,16 @@ def group_of(lease: PromptLease, step: int, chance: random.Random) -> Group:
     return Group(lease.attempt, lease.prompt_id, trajectories)
 
 
-def run(path: Path, samples: int, keep_steps: int) -> tuple[list[float], float]:
-    """Seconds a sample of each step, and of each retention pass on average. Making the group is not timed."""
+def run(path: Path, samples: int, keep_steps: int) -> tuple[list[float], float, float]:
+    """Seconds a sample of each step; of each retention pass, and of the processor for a sample, on average.
+
+    Making the groups is not timed.
+    """
     ledger = SqliteLedger(path, owner="bench")
     ledger.roll_back_to(0, "a")
     chance, costs, passes = random.Random(0), [], []
     steps = samples // (SAMPLES * GROUPS)
+    busy = 0.0
     for step in track(
         range(1, steps + 1), f"{samples:,} samples", console=Console(stderr=True), transient=True
     ):
@@ -76,9 +80,10 @@ def run(path: Path, samples: int, keep_steps: int) -> tuple[list[float], float]:
         spent = time.perf_counter() - began
         for lease in leases:
             group = group_of(lease, step - 1, chance)
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             ledger.record_group(lease, group)
             spent += time.perf_counter() - began
+            busy += time.process_time() - cpu
         began = time.perf_counter()
         ready = [group.id for group in ledger.ready()]
         ledger.consume(ready, step=step, version=step - 1)
@@ -88,7 +93,7 @@ def run(path: Path, samples: int, keep_steps: int) -> tuple[list[float], float]:
             ledger.forget_payloads(step - keep_steps)
             passes.append(time.perf_counter() - began)
     ledger.close()
-    return costs, sum(passes) / max(1, len(passes))
+    return costs, sum(passes) / max(1, len(passes)), busy / (steps * SAMPLES * GROUPS)
 
 
 def main() -> None:
@@ -109,7 +114,7 @@ def main() -> None:
     for keep in (0, 20):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "ledger.sqlite"
-            costs, spent = run(path, samples, keep)
+            costs, spent, busy = run(path, samples, keep)
             began = time.perf_counter()
             counts = LedgerReader(path).counts()
             counting = time.perf_counter() - began
@@ -119,6 +124,7 @@ def main() -> None:
                 f"{keep} steps" if keep else "all",
                 f"{counts.trajectories:,}",
                 f"{1e3 * sum(costs) / len(costs):.3f}",
+                f"{1e3 * busy:.3f}",
                 f"{1e3 * sum(costs[:tenth]) / tenth:.3f}",
                 f"{1e3 * sum(costs[-tenth:]) / tenth:.3f}",
                 f"{path.stat().st_size / counts.trajectories:.0f}",
