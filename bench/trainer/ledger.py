@@ -105,6 +105,7 @@ def main() -> None:
         "retention",
         "samples",
         "ms a sample",
+        "of it CPU",
         "first tenth",
         "last tenth",
         "bytes a sample",
