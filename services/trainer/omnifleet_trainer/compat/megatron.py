@@ -116,8 +116,10 @@ def _engine() -> dict[str, types.ModuleType]:
 class _Triton(types.ModuleType):
     """Decorators that leave functions as they are; any other name is an empty class. Nothing of it runs."""
 
-    __path__: list[str] = []
-    __version__ = "0.0.0"
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+        self.__version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -171,7 +173,8 @@ def on_cpu() -> Iterator[None]:
     ranges = (torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
     for name, value in names.items():
         setattr(torch.cuda, name, value)
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    torch.cuda.nvtx.range_push = lambda *_: None
+    torch.cuda.nvtx.range_pop = lambda: None
     try:
         with _cuda_is_cpu():
             yield

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,6 +40,8 @@ class MegatronPolicy(OneRankPolicy):
     Besides, OmnifleetError(UNSUPPORTED) for a dtype, chunk or family that this backend does not have, before anything
     is loaded; INVALID_CONFIG for a freeze pattern that splits a fused weight.
     """
+
+    _optimizer: MegatronOptimizer
 
     def __init__(
         self,
@@ -73,9 +77,7 @@ class MegatronPolicy(OneRankPolicy):
             self._built: Built = build(source, self._shapes, frozen)
             parameters = dict(self._built.core.named_parameters())
             self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-            self._optimizer = MegatronOptimizer(
-                self._trainable, self._trainer.optimizer, self._built.model
-            )
+            self._optimizer = MegatronOptimizer(self._trainable, self._trainer.optimizer, self._built.model)
         names = fused_names(self._built.tasks)
         self._training = {source for name in self._trainable for source in names[name]}
         self.encoder_trains = any(name.startswith(("visual.", "vision_model.")) for name in self._trainable)
@@ -103,8 +105,13 @@ class MegatronPolicy(OneRankPolicy):
             "encoder_trains": str(self.encoder_trains).lower(),
         }
 
-    def train(self, batch: StepBatch) -> dict[str, float]:
+    def logprobs(self, batch: StepBatch) -> list[npt.NDArray[np.float32]]:
         """See `Policy`."""
+        with compat.on_cpu():
+            return super().logprobs(batch)
+
+    def train(self, batch: StepBatch) -> dict[str, float]:
+        """See `Policy`. A batch without media still moves a tower that trains, by its momentum: see MegatronOptimizer."""
         with compat.on_cpu():
             return super().train(batch)
 

@@ -92,6 +92,7 @@ def build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
         bf16=False,
         data_parallel_random_init=False,
     )
+    layers.use_exact_gelu(model)
     model.eval()  # no dropout separates the logprobs of two passes
     return Built(bridge, model, model.module, bridge.get_conversion_tasks([model]), config)
 

@@ -58,9 +58,7 @@ def write_checkpoint(
     out.mkdir(parents=True, exist_ok=True)
     vocabulary = _write_tokenizer(out)
     _write_processors(out, family)
-    config = family_config(
-        family, vocabulary, hidden=hidden, layers=layers, tie_embeddings=tie_embeddings
-    )
+    config = family_config(family, vocabulary, hidden=hidden, layers=layers, tie_embeddings=tie_embeddings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, MODELS[family])(config)
