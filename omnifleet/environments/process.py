@@ -96,7 +96,7 @@ async def _main(incoming_fd: int, outgoing: BinaryIO) -> None:
         outgoing.flush()
         return
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    headers = {"authorization": f"Bearer {hello['secret']}"}
+    headers = {"authorization": f"Bearer {hello['secret']}"} if hello["secret"] else {}
     async with httpx.AsyncClient(
         base_url=hello["gateway"], headers=headers, limits=limits, trust_env=False
     ) as http:

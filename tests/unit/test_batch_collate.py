@@ -169,3 +169,23 @@ def test_a_lost_segment_is_media_lost() -> None:
     with pytest.raises(OmnifleetError) as caught:
         check_batch(StepBatch([pictures("s", "a")], 0, {}))
     assert caught.value.reason is Reason.MEDIA_LOST
+
+
+def test_pictures_that_an_environment_showed_between_replies_have_places_and_do_not_train() -> None:
+    shown = [5, *[IMAGE] * 8, 6]
+    played = dataclasses.replace(
+        pictures("s", "a"),
+        token_ids=[3, IMAGE, *shown, 4],  # the model wrote a placeholder itself: that one is text
+        generation_logprobs=[-1.0, -1.0, *[0.0] * len(shown), -1.0],
+        mask=[1, 1, *[0] * len(shown), 1],
+        lag=[2] * (len(shown) + 3),
+        media=tuple(MediaRef(MediaKind.IMAGE, Digest(key * 64)) for key in "ab"),
+        segment_keys=(Digest("a"), Digest("b")),
+    )
+    batch = StepBatch([played], 0, SEGMENTS)
+    check_batch(batch)
+    (micro,) = collate(batch, [0], micro_batch_tokens=64, contract=CONTRACT)
+    start = len(played.prompt_token_ids)
+    assert micro.token_types[0, start:].tolist() == [0, 0, 0, *[1] * 8, 0, 0]
+    assert micro.token_mask[0, start:].tolist() == [1, 0, *[0] * len(shown), 1]
+    assert int(micro.token_types.sum()) == 4 + 8 and micro.media == ("a", "b")
