@@ -55,7 +55,9 @@ def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
                 knob="model.path",
             )
         return recipe
+    family = recipe.model.family or ("qwen2_5_vl" if recipe.trainer.backend == "megatron" else "qwen2_vl")
     command = [sys.executable, "-m", "omnifleet", "tiny-model", "--seed", str(recipe.run.seed)]
+    command += ["--family", family]
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if made.returncode != 0:
         raise OmnifleetError(

@@ -36,6 +36,9 @@ class ModelConfig(StrictModel):
 
     path: str
     """Hugging Face folder, or `tiny`: the small model that `omnifleet tiny-model` makes."""
+    family: Literal["qwen2_vl", "qwen2_5_vl"] | None = None
+    """Of the tiny model; default: qwen2_vl, and qwen2_5_vl for the megatron backend, which has no Qwen2-VL. A folder says
+    its own."""
     freeze: tuple[str, ...] = ()
     """Glob patterns over parameter names that stay fixed; a pattern that matches nothing is an error."""
     trust_remote_code: bool = False

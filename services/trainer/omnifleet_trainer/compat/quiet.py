@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-_LOGGERS = ("torchao", "torch.utils._pytree", "transformers", "nemo_automodel")
+_LOGGERS = ("torchao", "torch.utils._pytree", "transformers", "nemo_automodel", "megatron")
 
 
 def quiet_libraries() -> None:

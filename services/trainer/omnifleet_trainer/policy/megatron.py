@@ -65,7 +65,7 @@ class MegatronPolicy(OneRankPolicy):
         if trainer.threads is not None:
             torch.set_num_threads(trainer.threads)
         torch.manual_seed(seed)
-        self._owns_group = start_group()
+        self._owns_group, self._parallel = start_group(), True
         try:
             self._open(source, family, frozen, feature_cache_bytes)
         except BaseException:
@@ -148,12 +148,14 @@ class MegatronPolicy(OneRankPolicy):
 
     def close(self) -> None:
         """See `Policy`."""
-        from megatron.core import parallel_state
-
         if hasattr(self, "_vision"):
             self._vision.clear()
-        if self._owns_group and dist.is_initialized():
+        if self._parallel:
+            from megatron.core import parallel_state
+
             parallel_state.destroy_model_parallel()
+            self._parallel = False
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
 

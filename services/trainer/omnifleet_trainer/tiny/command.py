@@ -24,29 +24,29 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnifleet"
 
 
-def recipe_digest(*, seed: int, warm: bool = True) -> str:
+def recipe_digest(*, seed: int, warm: bool = True, family: str = "qwen2_vl") -> str:
     """16 hex digits over the arguments and the source code that makes the model."""
-    digest = hashlib.sha256(json.dumps({"seed": seed, "warm": warm}).encode())
+    digest = hashlib.sha256(json.dumps({"seed": seed, "warm": warm, "family": family}).encode())
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()[:16]
 
 
-def ensure_tiny_model(cache: Path | None = None, *, seed: int = 0) -> Path:
+def ensure_tiny_model(cache: Path | None = None, *, seed: int = 0, family: str = "qwen2_vl") -> Path:
     """The folder of the warm-started tiny checkpoint, made under ``cache`` (default: the user's) if not there yet.
 
     Several processes may ask at once: one makes it, the others wait up to LOCK_SECONDS. Raises OmnifleetError:
     ``deadline`` (retryable) when that wait runs out, ``disk_full`` where the folder cannot be written.
     """
     cache = cache or cache_folder()
-    folder = cache / f"tiny-{recipe_digest(seed=seed)}"
+    folder = cache / f"tiny-{recipe_digest(seed=seed, family=family)}"
     if (folder / "warmstart.json").exists():
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{folder.name}.lock", timeout=LOCK_SECONDS):
             if not (folder / "warmstart.json").exists():
-                make_tiny_model(folder, seed=seed)
+                make_tiny_model(folder, seed=seed, family=family)
     except Timeout as error:
         message = f"another process has been making {folder} for {LOCK_SECONDS:.0f} s"
         raise OmnifleetError(Reason.DEADLINE, message, retryable=True) from error
@@ -57,10 +57,11 @@ def ensure_tiny_model(cache: Path | None = None, *, seed: int = 0) -> Path:
     return folder
 
 
-def make_tiny_model(out: Path, *, seed: int = 0, warm: bool = True) -> None:
+def make_tiny_model(out: Path, *, seed: int = 0, warm: bool = True, family: str = "qwen2_vl") -> None:
     """Write the checkpoint (warm-started unless told otherwise) and ``warmstart.json`` beside ``out``, then rename.
 
-    ``out`` appears whole or not at all; an older folder of that name is replaced. Raises OSError.
+    ``out`` appears whole or not at all; an older folder of that name is replaced. Raises OSError, and OmnifleetError
+    (INVALID_CONFIG) for a family that has no tiny model, or no warm start.
     """
     from transformers.utils import logging
 
@@ -68,13 +69,14 @@ def make_tiny_model(out: Path, *, seed: int = 0, warm: bool = True) -> None:
 
     quiet_libraries()
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+    from omnifleet_trainer.tiny.families import known_family
     from omnifleet_trainer.tiny.warmstart import warm_start
 
     logging.disable_progress_bar()  # "loading weights", thrice, for three megabytes
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         made = Path(scratch) / "model"
-        write_checkpoint(made, seed=seed)
+        write_checkpoint(made, seed=seed, family=known_family(family, warm=warm))
         if warm:
             report = warm_start(made, seed=seed)
             (made / "warmstart.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
@@ -89,15 +91,18 @@ def tiny_model(
     warm_start: Annotated[
         bool, typer.Option(help="Run the supervised phase; without it the weights are random.")
     ] = True,
+    family: Annotated[
+        str, typer.Option(help="qwen2_vl or qwen2_5_vl; qwen3_vl without a warm start.")
+    ] = "qwen2_vl",
 ) -> None:
     """Make the tiny vision-language model of the CPU demo (3 MB) and print its folder.
 
     It is warm-started for less than a minute on synthetic scenes until it answers in format with middling accuracy.
     """
     if out is None and warm_start:
-        folder = ensure_tiny_model(seed=seed)
+        folder = ensure_tiny_model(seed=seed, family=family)
     else:
-        folder = out or cache_folder() / f"tiny-{recipe_digest(seed=seed, warm=False)}"
+        folder = out or cache_folder() / f"tiny-{recipe_digest(seed=seed, warm=False, family=family)}"
         if (folder / "config.json").exists() and out is None:
             typer.echo(folder)
             return
@@ -105,5 +110,5 @@ def tiny_model(
             raise OmnifleetError(
                 Reason.CONFLICT, f"{folder} is there and holds no checkpoint; not replaced", knob="--out"
             )
-        make_tiny_model(folder, seed=seed, warm=warm_start)
+        make_tiny_model(folder, seed=seed, warm=warm_start, family=family)
     typer.echo(folder)

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 
 import transformers
 
+from omnifleet.errors import Reason, invalid
+
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 HEAD = 64
@@ -29,6 +31,20 @@ PROCESSORS: dict[Family, tuple[str, str]] = {
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
 }
 """Processor and video processor; pictures go through Qwen2VLImageProcessor in all three."""
+
+
+def known_family(name: str, *, warm: bool) -> Family:
+    """The family of that name. Raises OmnifleetError(INVALID_CONFIG) for another, or if its model cannot be warm-started:
+    Qwen3-VL's language layers also want features of the tower's inner layers, which the lessons do not teach."""
+    known = [family for family in FAMILIES if not (warm and family == "qwen3_vl")]
+    for family in known:
+        if family == name:
+            return family
+    raise invalid(
+        f"no {'warm-started ' if warm else ''}tiny model of family {name!r}; there is {', '.join(known)}",
+        knob="model.family",
+        reason=Reason.INVALID_CONFIG,
+    )
 
 
 def family_config(

@@ -23,7 +23,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
-from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from omnifleet_trainer.tiny.scenes import (
     ANSWERS,
@@ -138,7 +138,7 @@ class Pupil:
     """The model with its processor: pictures in, vision tokens out; questions and vision tokens in, loss out."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
         self.processor = AutoProcessor.from_pretrained(folder)
         self.image_token = self.model.config.image_token_id
         self.known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
