@@ -7,6 +7,7 @@ their own. The room knows HTTP and tokens. It must not know torch, the training 
 from omnifleet.environments.environment import Environment, load_environment
 from omnifleet.environments.episode import Episode, Turn
 from omnifleet.environments.outcome import Answered, Crashed, Lost, Outcome, PromptError, Scored, TimedOut
+from omnifleet.environments.rehearse import rehearse
 from omnifleet.environments.session import Reply, Session, ToolCall
 from omnifleet.environments.task import Task
 
@@ -26,4 +27,5 @@ __all__ = [
     "ToolCall",
     "Turn",
     "load_environment",
+    "rehearse",
 ]
