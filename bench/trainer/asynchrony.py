@@ -1,8 +1,9 @@
 """What the staleness budget buys: `python bench/trainer/asynchrony.py [--steps 30]`.
 
 The real loop, ledger, credits and buffer; engines and policy only take time. A group occupies one of 16 engine places
-for as long as its longest reply takes; a step of 16 groups trains for as long as the engines need for an average one, so that with perfect overlap
-both are always busy. Lengths are all alike, or log-normal (sigma 1: one reply in a hundred is ten times the median).
+for as long as its longest reply takes; a step of 16 groups trains for as long as the engines need for an average one, so
+that with perfect overlap both are always busy. Lengths are all alike, or log-normal (sigma 1: one reply in a hundred is
+ten times the median).
 """
 
 from __future__ import annotations
