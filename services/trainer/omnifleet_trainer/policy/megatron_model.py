@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,13 @@ def build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
     Raises OmnifleetError: UNSUPPORTED if model and checkpoint hold different tensors, INVALID_CONFIG if `frozen` splits
     a fused weight.
     """
-    compat.install()
+    with warnings.catch_warnings():  # a score of them say that Transformer Engine and Apex are not here
+        warnings.simplefilter("ignore")
+        compat.install()
+        return _build(source, shapes, frozen)
+
+
+def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
     from megatron.bridge import AutoBridge
     from megatron.core.distributed import DistributedDataParallelConfig
 

@@ -1,0 +1,296 @@
+"""The Megatron policy on one CPU rank: equal to plain transformers and to AutoModel, and through its whole port."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, Recipe, TrainerConfig
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_trainer.batch.collate import MicroBatch
+from omnifleet_trainer.batch.samples import StepBatch
+from omnifleet_trainer.compat import megatron as compat
+from omnifleet_trainer.policy.automodel import AutoModelPolicy
+from omnifleet_trainer.policy.build import open_policy
+from omnifleet_trainer.policy.megatron import MegatronPolicy
+from omnifleet_trainer.policy.step import train_step
+from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+from tests.integration.family_world import TEMPERATURE, batch_for, close_to, plain_logprobs
+
+pytestmark = pytest.mark.heavy
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+DECAY = 0.01
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp("megatron") / name for name in FAMILIES}
+    write_checkpoint(made["qwen2_5_vl"], family="qwen2_5_vl")
+    write_checkpoint(made["qwen3_vl"], family="qwen3_vl")
+    return made
+
+
+@pytest.fixture
+def source(folders: dict[str, Path]) -> Path:
+    return folders["qwen2_5_vl"]
+
+
+def settings(
+    backend: Any, *, lr: float = 1e-3, objective: ObjectiveConfig | None = None, **changes: Any
+) -> dict[str, Any]:
+    optimizer = OptimizerConfig(lr=lr, weight_decay=DECAY, warmup_steps=2)
+    return {
+        "trainer": TrainerConfig(backend=backend, optimizer=optimizer, threads=1, **changes),
+        "objective": objective or ObjectiveConfig(),
+        "temperature": TEMPERATURE,
+    }
+
+
+def opened(source: Path, *, freeze: tuple[str, ...] = (), **changes: Any) -> MegatronPolicy:
+    return MegatronPolicy(source, **settings("megatron", **changes), freeze=freeze)
+
+
+@pytest.fixture
+def policy(source: Path) -> Iterator[MegatronPolicy]:
+    policy = opened(source)
+    yield policy
+    policy.close()
+
+
+def weights_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.export()}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def plain_training(source: Path, batch: StepBatch, steps: int) -> tuple[list[Any], list[tuple[float, float]]]:
+    """Logprobs, then (loss, gradient norm) of each step: transformers, torch's AdamW, pixels for every reference."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    adam = torch.optim.AdamW(model.parameters(), weight_decay=DECAY)
+
+    def forward(micro: MicroBatch) -> torch.Tensor:
+        out = torch.zeros(micro.input_ids.shape)
+        for i, row in enumerate(micro.rows):
+            values = plain_logprobs(model, batch.samples[row], batch)
+            out[i, micro.prompt_lengths[i] : micro.lengths[i]] = values
+        return out[:, micro.first :]
+
+    def update() -> float:
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        adam.step()
+        adam.zero_grad()
+        return norm
+
+    from omnifleet_trainer.batch.collate import collate
+    from omnifleet_trainer.policy.families.qwen import media_contract
+
+    micros = collate(
+        batch,
+        range(len(batch.samples)),
+        micro_batch_tokens=150,
+        contract=media_contract(model.config),
+    )
+    with torch.no_grad():
+        before = [plain_logprobs(model, sample, batch).numpy() for sample in batch.samples]
+    rows = []
+    for step in range(steps):
+        adam.param_groups[0]["lr"] = 1e-3 * (0.1 + 0.9 * min(step / 2, 1))
+        metrics = train_step(batch, [micros], objective=ObjectiveConfig(), forward=forward, update=update)
+        rows.append((metrics["loss"], metrics["grad_norm"]))
+    return before, rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_backends_and_plain_transformers_train_alike(folders: dict[str, Path], family: str) -> None:
+    """One checkpoint and batch, with clips: logprobs, then loss and gradient norm to 4 digits over 3 steps."""
+    source = folders[family]
+    batch = batch_for(source)
+    expected, plain = plain_training(source, batch, 3)
+    for backend, make in (("megatron", MegatronPolicy), ("automodel", AutoModelPolicy)):
+        policy = make(source, **settings(backend, micro_batch_tokens=150))
+        try:
+            close_to(policy.logprobs(batch), expected, rtol=1e-5)
+            rows = [policy.train(batch) for _ in range(3)]
+        finally:
+            policy.close()
+        assert [row["media_references"] for row in rows] == [10, 10, 10]
+        assert all(row["media_encoded"] < 10 for row in rows)
+        for row, (loss, norm) in zip(rows, plain, strict=True):
+            assert row["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+            assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_comes_back_bit_for_bit_and_all_of_it_trains(
+    folders: dict[str, Path], family: str
+) -> None:
+    """No part is frozen by default, no name is lost, the vocabulary is not padded."""
+    policy = opened(folders[family])
+    try:
+        stored = load_file(folders[family] / "model.safetensors")
+        assert same(weights_of(policy), stored)
+        assert policy.trainable_names() == set(stored)
+        assert policy.encoder_trains
+        head = policy._built.core.language_model.output_layer.weight
+        assert head.shape[0] == policy._built.config.text_config.vocab_size
+    finally:
+        policy.close()
+
+
+def test_bridge_still_needs_the_merger_s_activation(folders: dict[str, Path]) -> None:
+    """A tripwire: once Bridge takes the exact function itself, `use_exact_gelu` can go."""
+    policy = opened(folders["qwen3_vl"])
+    try:
+        from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import Qwen3VLVisionPatchMerger
+
+        tower = policy._built.core.vision_model
+        assert tower.config.activation_func is not torch.nn.functional.gelu
+        mergers = [part for part in tower.modules() if isinstance(part, Qwen3VLVisionPatchMerger)]
+        assert len(mergers) == 2
+        assert all(merger.activation_func is torch.nn.functional.gelu for merger in mergers)
+    finally:
+        policy.close()
+
+
+def test_save_and_load_give_the_same_next_step(source: Path, tmp_path: Path) -> None:
+    batch = batch_for(source)
+    policy = opened(source)
+    try:
+        policy.train(batch)
+        write = policy.snapshot()
+        policy.save(tmp_path / "saved")
+        at_save = weights_of(policy)
+        expected = policy.train(batch)
+        after = weights_of(policy)
+        write(tmp_path / "snapshot")
+    finally:
+        policy.close()
+    for name in ("saved", "snapshot"):
+        assert same(load_file(tmp_path / name / "policy" / "model.safetensors"), at_save)
+    resumed = opened(source)
+    try:
+        resumed.load(tmp_path / "snapshot")
+        metrics = resumed.train(batch)
+        assert (metrics["loss"], metrics["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+        assert metrics["lr"] == expected["lr"]
+        assert same(weights_of(resumed), after)
+    finally:
+        resumed.close()
+
+
+def test_loading_another_model_is_corrupt(policy: MegatronPolicy, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "policy", hidden=64, family="qwen2_5_vl")
+    with pytest.raises(OmnifleetError) as caught:
+        policy.load(tmp_path)
+    assert caught.value.reason is Reason.CORRUPT
+
+
+def test_frozen_weights_stay_and_their_media_are_encoded_once(source: Path) -> None:
+    policy = opened(source, freeze=("visual.*", "model.layers.0.self_attn.[qkv]_proj.*"))
+    try:
+        before, batch = weights_of(policy), batch_for(source)
+        policy.logprobs(batch)
+        metrics = policy.train(batch)
+        assert metrics["media_encoded"] == 0 and not policy.encoder_trains
+        for name, tensor in weights_of(policy).items():
+            assert torch.equal(tensor, before[name]) == (name not in policy.trainable_names()), name
+        assert "model.layers.0.self_attn.o_proj.weight" in policy.trainable_names()
+        assert "model.layers.0.self_attn.q_proj.weight" not in policy.trainable_names()
+    finally:
+        policy.close()
+
+
+def test_freeze_patterns_that_match_nothing_or_split_a_weight_are_refused(source: Path) -> None:
+    for pattern, words in (("visaul.*", "matches no weight"), ("*.q_proj.weight", "name all or none")):
+        with pytest.raises(OmnifleetError, match=words) as caught:
+            opened(source, freeze=(pattern,))
+        assert caught.value.reason is Reason.INVALID_CONFIG and caught.value.knob == "model.freeze"
+
+
+def test_offload_and_onload_go_round(policy: MegatronPolicy, source: Path) -> None:
+    batch = batch_for(source)
+    policy.train(batch)
+    before = policy.logprobs(batch)
+    policy.offload()
+    policy.onload()
+    for ours, again in zip(before, policy.logprobs(batch), strict=True):
+        np.testing.assert_array_equal(ours, again)
+    assert policy.train(batch)["updates"] == 1
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(policy: MegatronPolicy, source: Path) -> None:
+    before, batch = weights_of(policy), batch_for(source)
+    sound = batch.segments
+    broken = {key: dict(segment) for key, segment in sound.items()}
+    for segment in broken.values():
+        for name in ("pixel_values", "pixel_values_videos"):
+            if name in segment:
+                segment[name] = np.full_like(segment[name], np.nan)
+    metrics = policy.train(StepBatch(batch.samples, 0, broken))
+    assert metrics["skipped_updates"] == 1 and metrics["updates"] == 0
+    assert same(weights_of(policy), before)
+    assert policy.train(batch)["updates"] == 1  # nothing of it is left in the buffers
+    assert all(torch.isfinite(tensor).all() for tensor in weights_of(policy).values())
+
+
+def test_kl_pulls_back_to_where_the_run_began(source: Path) -> None:
+    policy = opened(source, objective=ObjectiveConfig(kl_coefficient=0.5))
+    try:
+        batch = batch_for(source)
+        assert policy.train(batch)["kl_penalty"] == pytest.approx(0.0, abs=1e-6)
+        assert policy.train(batch)["kl_penalty"] > 1e-6
+    finally:
+        policy.close()
+
+
+def test_what_this_backend_cannot_do_is_refused_before_anything_is_loaded(
+    source: Path, tmp_path: Path
+) -> None:
+    for knob, changes in (
+        ("trainer.world_size", {"world_size": 2}),
+        ("trainer.dtype", {"dtype": "bfloat16"}),
+        ("trainer.logprob_chunk", {"logprob_chunk": 8}),
+    ):
+        with pytest.raises(OmnifleetError) as caught:
+            opened(source, **changes)
+        assert caught.value.reason is Reason.UNSUPPORTED and caught.value.knob == knob
+    write_checkpoint(tmp_path, hidden=64)
+    recipe = {"run": {"name": "r"}, "model": {"path": str(tmp_path)}, "reward": [{"name": "format"}]}
+    with pytest.raises(OmnifleetError, match=r"qwen2_vl; it knows qwen2_5_vl, qwen3_vl") as caught:
+        open_policy(Recipe.model_validate(recipe | {"trainer": {"backend": "megatron"}}), tmp_path)
+    assert caught.value.reason is Reason.UNSUPPORTED and caught.value.knob == "model.path"
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or compat.has_engine(), reason="the real things are here")
+def test_the_stand_ins_are_gone_when_they_are_not_needed(
+    policy: MegatronPolicy, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.cuda.current_device
+    with compat.on_cpu():
+        assert str(torch.cuda.current_device()) == "cpu"
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+    assert torch.cuda.current_device is device
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert "transformer_engine" not in sys.modules
+    assert "triton" not in sys.modules or importlib.util.find_spec("triton") is not None
+    from megatron.core.extensions import transformer_engine
+
+    assert not transformer_engine.HAVE_TE
+    assert policy.describe()["megatron_core"].startswith(compat.VERSIONS["megatron-core"])
+    monkeypatch.setitem(compat.VERSIONS, "megatron-bridge", "9.")
+    with pytest.raises(OmnifleetError, match="megatron-bridge") as caught:
+        compat.install()
+    assert caught.value.reason is Reason.UNSUPPORTED
