@@ -86,7 +86,9 @@ class CliRun:
         until(reached, deadline_s, lambda: f"step {step} (at {self.step()})\n{self.logs()}")
 
     def pid(self, service: str) -> int:
-        return until(lambda: read_records(self.run_dir).get(service), 60, lambda: f"{service} is up\n{self.logs()}").pid
+        return until(
+            lambda: read_records(self.run_dir).get(service), 60, lambda: f"{service} is up\n{self.logs()}"
+        ).pid
 
     def kill(self, service: str) -> None:
         os.kill(self.pid(service), signal.SIGKILL)

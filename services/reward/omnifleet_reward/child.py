@@ -109,7 +109,9 @@ class Child:
         self._stdin.write(b"".join(items))
         for _ in items:
             yield await self._next(timeout_s, beyond)
-            if self._spent:  # not `alive`: a process may be dead already of an item whose turn to be read comes next
+            if (
+                self._spent
+            ):  # not `alive`: a process may be dead already of an item whose turn to be read comes next
                 return
 
     async def _next(self, timeout_s: float, beyond: Sequence[float | None]) -> Judged:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    no_args_is_help=True, help="Trainer service: the asynchronous loop and the policy. Its account: `omnifleet ledger`."
+    no_args_is_help=True,
+    help="Trainer service: the asynchronous loop and the policy. Its account: `omnifleet ledger`.",
 )
 
 RunDir = Annotated[Path, typer.Option(help="Run folder: recipe, tokens, ledger, checkpoints, metrics.")]
