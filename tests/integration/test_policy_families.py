@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
+from omnifleet.cli.run import resolve_model
 from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.samples import StepBatch
@@ -120,3 +122,26 @@ def test_a_family_without_lessons_has_no_warm_start() -> None:
     with pytest.raises(OmnifleetError, match="qwen2_5_vl") as refused:
         known_family("qwen3_vl", warm=True)
     assert refused.value.reason is Reason.INVALID_CONFIG and refused.value.knob == "model.family"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), "qwen2_vl"),
+        (("model.family=qwen2_5_vl",), "qwen2_5_vl"),
+        (("trainer.backend=megatron",), "qwen2_5_vl"),
+        (("trainer.backend=megatron", "model.family=qwen2_vl"), "qwen2_vl"),
+    ],
+)
+def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
+    overrides: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def make(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "/made\n", "")
+
+    monkeypatch.setattr(subprocess, "run", make)
+    assert resolve_model("cpu-tiny", list(overrides)).model.path == "/made"
+    assert asked[0][asked[0].index("--family") + 1] == expected
