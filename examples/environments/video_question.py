@@ -22,6 +22,7 @@ class VideoQuestion(Environment):
             return PromptError("the row has no clip")
         if task.extra.get("system"):
             session.system(task.extra["system"])
+        session.template(**task.extra.get("chat_template_kwargs", {}))
         reply = await session.ask(*task.media, task.text)
         for _ in range(self._reminders):
             if r"\boxed{" in reply.text:

@@ -69,11 +69,14 @@ class SplitConfig(StrictModel):
     """Rows to take; default: all."""
     path: Path | None = None
     """Of `custom`: a .jsonl or .parquet file, or a folder of Parquet, JSON lines or Arrow files (`save_to_disk`). Of
-    `geometry3k`, `mmpr-tiny`, `refcoco` and a local `clevr-cogent`: the folder with the set's files."""
+    `avqa`, `geometry3k`, `gym-video`, `mmpr-tiny`, `refcoco` and a local `clevr-cogent`: the folder with the set's files."""
     columns: dict[str, str] = Field(default_factory=lambda: {"text": "question", "answer": "answer"})
     """Of `custom`: which columns are `text`, `answer`, `images` and `id`."""
+    revision: str = ""
+    """Of a set with a `path`: branch, tag or commit on the Hugging Face hub that is downloaded to it on first use; default:
+    nothing is downloaded."""
     prompt: Path | None = None
-    """Of `custom`: template file with {} for the text; default: the text alone."""
+    """Template file with {} for the text; default: the set's own, for `custom` the text alone."""
     task: str = ""
     """What the rows ask for; default: the dataset's name. Training and held-out rows must be of the same tasks."""
     weight: float | None = Field(None, gt=0)
@@ -82,7 +85,7 @@ class SplitConfig(StrictModel):
     """Scorers of this set's task; default: the recipe's."""
     environment: str = ""
     """`module:Class` of an `omnifleet.environments.Environment` that plays the rows. Without a `dataset` the rows are its own
-    tasks."""
+    tasks. Sets with clips or sounds are played by `omnifleet.environments.ask_once:AskOnce` if none is named."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's class."""
 
@@ -94,8 +97,12 @@ class SplitConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _own_tasks(cls, body: Any) -> Any:
-        if isinstance(body, dict) and body.get("environment") and "dataset" not in body:
+        if not isinstance(body, dict):
+            return body
+        if body.get("environment") and "dataset" not in body:
             return {**body, "dataset": "environment"}
+        if body.get("dataset") in ("avqa", "gym-video") and not body.get("environment"):
+            return {**body, "environment": "omnifleet.environments.ask_once:AskOnce"}
         return body
 
     @model_validator(mode="after")

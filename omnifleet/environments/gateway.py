@@ -60,9 +60,10 @@ class GatewayTalk:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         max_tokens: int | None,
+        template: Mapping[str, Any],
     ) -> tuple[dict[str, Any], Turn]:
         """See `Talk`. Waits as 429 and 503 advise, until the episode's end."""
-        body = self._body(messages, tools, max_tokens)
+        body = self._body(messages, tools, max_tokens, template)
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -81,6 +82,7 @@ class GatewayTalk:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         max_tokens: int | None,
+        template: Mapping[str, Any],
     ) -> dict[str, Any]:
         s = self._sampling
         body: dict[str, Any] = {
@@ -96,6 +98,8 @@ class GatewayTalk:
         }
         if tools:
             body["tools"] = list(tools)
+        if template:
+            body["chat_template_kwargs"] = dict(template)
         for name, version in (("min", self._bound.min), ("exact", self._bound.exact)):
             if version is not None:
                 body["weight_version"] = {name: str(version)}

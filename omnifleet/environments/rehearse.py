@@ -47,6 +47,7 @@ class _Script:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         max_tokens: int | None,
+        template: Mapping[str, Any],
     ) -> tuple[dict[str, Any], Turn]:
         """The next reply of the script."""
         if not self._replies:

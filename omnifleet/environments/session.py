@@ -46,6 +46,7 @@ class Talk(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         max_tokens: int | None,
+        template: Mapping[str, Any],
     ) -> tuple[dict[str, Any], Turn]:
         """The assistant's message, to be sent back as it is, and its turn. Raises OmnifleetError."""
         ...
@@ -60,6 +61,7 @@ class Session:
         self._talk = talk
         self._messages: list[dict[str, Any]] = []
         self._turns: list[Turn] = []
+        self._template: dict[str, Any] = {}
 
     @property
     def turns(self) -> int:
@@ -71,6 +73,12 @@ class Session:
         if self._messages:
             raise invalid("a system message comes first")
         self._messages.append({"role": "system", "content": text})
+
+    def template(self, **arguments: Any) -> None:
+        """Arguments of the chat template, e.g. enable_thinking. Raises INVALID_REQUEST once the model was asked."""
+        if self._turns:
+            raise invalid("the template's arguments are set before the first turn")
+        self._template.update(arguments)
 
     def answer(self, call: ToolCall, *parts: Part) -> None:
         """Say what a tool call gave; the model hears of it with the next `ask`."""
@@ -86,7 +94,7 @@ class Session:
         """
         if parts:
             self._messages.append({"role": "user", "content": _content(parts)})
-        message, turn = await self._talk.say(self._messages, tools, max_tokens)
+        message, turn = await self._talk.say(self._messages, tools, max_tokens, self._template)
         _by_digest(self._messages, turn.media)
         self._messages.append(message)
         self._turns.append(turn)

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omnifleet.config.recipe import SplitConfig
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import invalid
+from omnifleet_trainer.data.avqa import load_avqa
 from omnifleet_trainer.data.clevr import load_clevr_cogent, load_clevr_folder, load_synthetic_clevr
 from omnifleet_trainer.data.custom import CustomRows
 from omnifleet_trainer.data.geometry3k import load_geometry3k
+from omnifleet_trainer.data.gym_video import load_gym_video
+from omnifleet_trainer.data.hub import fetch
 from omnifleet_trainer.data.mixture import Mixture
 from omnifleet_trainer.data.mmpr_tiny import load_mmpr_tiny
 from omnifleet_trainer.data.own_tasks import load_own_tasks
@@ -20,6 +23,7 @@ from omnifleet_trainer.data.refcoco import load_refcoco
 from omnifleet_trainer.data.renamed import Renamed
 from omnifleet_trainer.data.rows import PromptRow, blank_pictures, shuffle_pictures
 from omnifleet_trainer.data.tables import open_table
+from omnifleet_trainer.data.templates import read_template, set_template
 
 __all__ = [
     "DATASETS",
@@ -37,13 +41,15 @@ DATASETS: dict[str, Callable[[str, int, int | None], Sequence[PromptRow]]] = {
     "synthetic-clevr": load_synthetic_clevr,
     "clevr-cogent": load_clevr_cogent,
 }
-LOCAL_SETS: dict[str, Callable[[Path, str, int], Sequence[PromptRow]]] = {
+LOCAL_SETS: dict[str, Callable[[Path, str, int, str], Sequence[PromptRow]]] = {
+    "avqa": load_avqa,
     "clevr-cogent": load_clevr_folder,
     "geometry3k": load_geometry3k,
+    "gym-video": load_gym_video,
     "mmpr-tiny": load_mmpr_tiny,
     "refcoco": load_refcoco,
 }
-"""Sets of a known schema in a folder on disk."""
+"""Sets of a known schema in a folder on disk: (folder, split, seed, template) -> rows."""
 
 
 def load_rows(name: str, split: str, *, seed: int = 0, size: int | None = None) -> Sequence[PromptRow]:
@@ -66,7 +72,10 @@ def load_split(split: SplitConfig, *, seed: int, size: int | None = None) -> Seq
     if split.dataset == "environment":
         return load_own_tasks(split, size, seed)
     if split.dataset in LOCAL_SETS and split.path is not None:
-        rows = _of_task(LOCAL_SETS[split.dataset](split.path, split.split, seed), split)
+        if split.revision:
+            fetch(split.dataset, split.split, split.path, split.revision)
+        prompt = read_template(split.prompt) if split.prompt else set_template(split.dataset)
+        rows = _of_task(LOCAL_SETS[split.dataset](split.path, split.split, seed, prompt), split)
         return rows if size is None else rows[:size]
     if split.dataset in LOCAL_SETS.keys() - DATASETS.keys():
         raise invalid(f"dataset {split.dataset} needs the folder that holds it", knob="data.train.path")
@@ -80,7 +89,7 @@ def load_split(split: SplitConfig, *, seed: int, size: int | None = None) -> Seq
         table,
         prefix=f"{split.task_name}/{split.split}",
         columns=split.columns,
-        prompt=_template(split.prompt),
+        prompt=read_template(split.prompt) if split.prompt else "{}",
         task=split.task_name,
         folder=folder,
     )
@@ -99,21 +108,3 @@ def load_mixture(splits: Sequence[SplitConfig], *, seed: int, size: int | None =
         return loaded[0]
     weights = [split.weight for split in splits if split.weight is not None]
     return Mixture(loaded, weights or None)
-
-
-def _template(path: Path | None) -> str:
-    if path is None:
-        return "{}"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise OmnifleetError(
-            Reason.INVALID_CONFIG, f"prompt template {path}: {error}", knob="data.train.prompt"
-        ) from error
-    if "{}" not in text:
-        raise OmnifleetError(
-            Reason.INVALID_CONFIG,
-            f"prompt template {path} has no {{}} for the text",
-            knob="data.train.prompt",
-        )
-    return text

@@ -15,6 +15,7 @@ from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.data.rows import PromptRow, png
 from omnifleet_trainer.data.sets import SetRows, known_split, shuffled
 from omnifleet_trainer.data.tables import open_table
+from omnifleet_trainer.data.templates import set_template
 from omnifleet_trainer.tiny.scenes import PROMPT, synthetic_rows
 
 # split -> repository on the Hugging Face hub; each repository keeps its rows in a split named "train"
@@ -23,10 +24,7 @@ REPOSITORIES = {
     "valA": "MMInstruction/Clevr_CoGenT_ValA",
     "valB": "MMInstruction/Clevr_CoGenT_ValB",
 }
-GENERIC_PROMPT = (
-    "{}\nThink about the question first, between <think> and </think>. Then give the final answer between <answer> "
-    "and </answer>: only a number, or yes or no."
-)
+GENERIC_PROMPT = set_template("clevr-cogent")
 SYNTHETIC_ROWS = 4096
 
 
@@ -105,7 +103,7 @@ def load_clevr_cogent(split: str, seed: int, size: int | None) -> Sequence[Promp
     return ClevrRows(table, prefix=f"clevr-cogent/{split}/{seed}", prompt=GENERIC_PROMPT, task="clevr-cogent")
 
 
-def load_clevr_folder(path: Path, split: str, seed: int) -> Sequence[PromptRow]:
+def load_clevr_folder(path: Path, split: str, seed: int, prompt: str) -> Sequence[PromptRow]:
     """The same set from a local copy of the split's repository, shuffled by `seed`. Reward of the reference: 0.2 format +
     0.8 exact_alnum.
 
@@ -117,7 +115,7 @@ def load_clevr_folder(path: Path, split: str, seed: int) -> Sequence[PromptRow]:
     def convert(raw: Mapping[str, Any], prompt_id: str) -> PromptRow:
         return PromptRow(
             prompt_id=prompt_id,
-            text=GENERIC_PROMPT.replace("{}", raw["problem"]),
+            text=prompt.replace("{}", raw["problem"]),
             images=(_png_of(raw["image"]),),
             answer=bare_answer(raw["solution"]),
             task="clevr-cogent",

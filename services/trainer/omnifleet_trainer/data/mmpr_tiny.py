@@ -16,10 +16,10 @@ HOLD_OUT = 0.008
 HOLD_OUT_SEED = 42
 
 
-def load_mmpr_tiny(path: Path, split: str, seed: int) -> Sequence[PromptRow]:
+def load_mmpr_tiny(path: Path, split: str, seed: int, prompt: str) -> Sequence[PromptRow]:
     """Rows with one picture; `val` is a hold-out of 0.8 % that seed 42 fixes, `train` the rest, shuffled by `seed`.
 
-    No prompt is added: the questions say how to answer. Reward of the reference: geo3k, format_score 0.1.
+    Its own template adds nothing: the questions say how to answer. Reward of the reference: geo3k, format_score 0.1.
     Raises INVALID_REQUEST (split, unreadable file), NOT_FOUND (no table at `path`).
     """
     known_split(split, SPLITS, "mmpr-tiny")
@@ -31,7 +31,7 @@ def load_mmpr_tiny(path: Path, split: str, seed: int) -> Sequence[PromptRow]:
     chosen = order[:held_out] if split == "val" else order[held_out:]
     chosen = [chosen[at] for at in shuffled(len(chosen), seed)]
     pictures = Pictures(folder, archive="images.zip")
-    return SetRows(table, chosen, prefix="mmpr-tiny", convert=partial(_convert, pictures))
+    return SetRows(table, chosen, prefix="mmpr-tiny", convert=partial(_convert, prompt, pictures))
 
 
 def _is_single(table: Table, at: int) -> bool:
@@ -39,13 +39,13 @@ def _is_single(table: Table, at: int) -> bool:
     return images is not None and len(images) == 1
 
 
-def _convert(pictures: Pictures, raw: Mapping[str, Any], prompt_id: str) -> PromptRow:
+def _convert(prompt: str, pictures: Pictures, raw: Mapping[str, Any], prompt_id: str) -> PromptRow:
     text = str(raw["extra_info"]["question"])
     for placeholder in ("<image>", "<image_1>"):
         text = text.replace(placeholder, "")
     return PromptRow(
         prompt_id=prompt_id,
-        text=text.strip(),
+        text=prompt.replace("{}", text.strip()),
         images=(pictures.read(raw["images"][0]["path"]),),
         answer=str(raw["reward_model"]["ground_truth"]),
         task="mmpr-tiny",

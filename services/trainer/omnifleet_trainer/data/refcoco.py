@@ -18,13 +18,9 @@ from omnifleet_trainer.data.tables import open_table
 
 SPLITS = ("train", "validation", "test", "testB")
 SIDE = 256
-PROMPT = (
-    "Give the box around the region that this phrase describes: {}\nThink first, between <think> and </think>. Then give "
-    "the box between <answer> and </answer> as [x1,y1,x2,y2], each from 0 to 1000, thousandths of the picture's sides."
-)
 
 
-def load_refcoco(path: Path, split: str, seed: int) -> Sequence[PromptRow]:
+def load_refcoco(path: Path, split: str, seed: int, prompt: str) -> Sequence[PromptRow]:
     """Rows of one split, shuffled by `seed`; pictures become 256 × 256, boxes whole thousandths of the sides.
 
     Training rows take one of a region's captions by chance, fixed by seed and row; other splits take the longest. Pictures
@@ -33,7 +29,7 @@ def load_refcoco(path: Path, split: str, seed: int) -> Sequence[PromptRow]:
     """
     table = open_table(path, known_split(split, SPLITS, "refcoco"))
     caption = partial(_by_chance, seed) if split == "train" else _longest
-    convert = partial(_convert, Pictures(path), caption)
+    convert = partial(_convert, prompt, Pictures(path), caption)
     return SetRows(table, shuffled(len(table), seed), prefix=f"refcoco/{split}", convert=convert)
 
 
@@ -45,7 +41,9 @@ def _longest(prompt_id: str, captions: Sequence[str]) -> str:
     return max(captions, key=len)
 
 
-def _convert(pictures: Pictures, caption: Any, raw: Mapping[str, Any], prompt_id: str) -> PromptRow:
+def _convert(
+    prompt: str, pictures: Pictures, caption: Any, raw: Mapping[str, Any], prompt_id: str
+) -> PromptRow:
     encoded = pictures.read(str(raw["image_path"]).removeprefix("coco/"))
     try:
         with Image.open(io.BytesIO(encoded)) as image:
@@ -57,7 +55,7 @@ def _convert(pictures: Pictures, caption: Any, raw: Mapping[str, Any], prompt_id
     box = [round(at / side * 1000) for at, side in zip(raw["bbox"], sides, strict=True)]
     return PromptRow(
         prompt_id=prompt_id,
-        text=PROMPT.replace("{}", caption(prompt_id, list(raw["captions"]))),
+        text=prompt.replace("{}", caption(prompt_id, list(raw["captions"]))),
         images=(resized,),
         answer=f"[{box[0]}, {box[1]}, {box[2]}, {box[3]}]",
         task="refcoco",

@@ -13,6 +13,7 @@ from omnifleet.environments.play import Order, Played
 from omnifleet.environments.task import Task
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import (
+    Digest,
     Identity,
     Lease,
     LogprobsMode,
@@ -46,6 +47,10 @@ class Stage(Protocol):
 
 class Shelf(Protocol):
     """What is asked of the media service; `omnifleet.client.media.MediaClient` is one."""
+
+    async def put(self, data: bytes, run: str, *, kind: MediaKind) -> media_pb2.PutReply:
+        """Have bytes, or a data URL, decoded."""
+        ...
 
     async def put_url(self, url: str, run: str, *, kind: MediaKind) -> media_pb2.PutReply:
         """Have a source read and decoded."""
@@ -110,10 +115,16 @@ class Player:
     async def _task(self, row: PromptRow, run: str) -> Task:
         media = await self._renderer.place(row.images)
         for kind, urls in ((MediaKind.VIDEO, row.clips), (MediaKind.AUDIO, row.sounds)):
+            self._renderer.check_kind(kind if urls else MediaKind.IMAGE)
             media += tuple([await self._fetch(url, kind, run) for url in urls])
         return Task(row.prompt_id, row.text, row.answer, extra=dict(row.extra), media=media)
 
     async def _fetch(self, url: str, kind: MediaKind, run: str) -> MediaRef:
+        """By content: bytes that come as a data URL are put, everything else the media service reads itself."""
+        if url.startswith("media://"):
+            return MediaRef(kind, Digest(url.removeprefix("media://")))
+        if url.startswith("data:"):
+            return media_from_wire((await self._media.put(url.encode(), run, kind=kind)).ref)
         return media_from_wire((await self._media.put_url(url, run, kind=kind)).ref)
 
     def _order(

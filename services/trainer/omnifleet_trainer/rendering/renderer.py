@@ -85,6 +85,12 @@ class Renderer:
 
         Raises PROMPT_TOO_LONG (media is never cut to fit), INVALID_MEDIA, and what the media service raises.
         """
+        if row.clips or row.sounds:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED,
+                f"prompt {row.prompt_id!r} has clips or sounds, which only environments take",
+                knob="data.train.environment",
+            )
         media = await self.place(row.images)
         segments = await asyncio.gather(
             *(self._media.segment(ref, self._processor, self._run) for ref in media)
@@ -109,11 +115,15 @@ class Renderer:
         """Model-ready tensors of media that are there already. Raises UNSUPPORTED for a kind that the model does not take."""
         return tuple(await asyncio.gather(*(self._segment(ref) for ref in media)))
 
-    async def _segment(self, ref: MediaRef) -> Segment:
-        processor = self._processors.get(ref.kind)
+    def check_kind(self, kind: MediaKind) -> ProcessorSpec:
+        """The processor of a kind of media. Raises UNSUPPORTED if the model is trained on none of it."""
+        processor = self._processors.get(kind)
         if processor is None:
-            raise OmnifleetError(Reason.UNSUPPORTED, f"the model trains on no {ref.kind}", knob="model.path")
-        return await self._media.segment(ref, processor, self._run)
+            raise OmnifleetError(Reason.UNSUPPORTED, f"the model is trained on no {kind}", knob="model.path")
+        return processor
+
+    async def _segment(self, ref: MediaRef) -> Segment:
+        return await self._media.segment(ref, self.check_kind(ref.kind), self._run)
 
     def forget(self, row: PromptRow) -> None:
         """The media service lost something: put this row's pictures again next time."""
