@@ -382,6 +382,18 @@ class Recipe(StrictModel):
         return self.run.root / self.run.name
 
     @model_validator(mode="after")
+    def _megatron_can(self) -> Recipe:
+        if self.trainer.backend != "megatron":
+            return self
+        if self.trainer.dtype != "float32":
+            raise ValueError("trainer.backend = megatron computes in float32: set trainer.dtype = float32")
+        if self.trainer.logprob_chunk is not None:
+            raise ValueError("trainer.backend = megatron has no trainer.logprob_chunk: leave it out")
+        if self.model.family == "qwen2_vl":
+            raise ValueError("trainer.backend = megatron has no Qwen2-VL: set model.family = qwen2_5_vl")
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
         longest = self.data.max_prompt_tokens + self.sampling.max_tokens
         if longest > self.rollout.engine.max_model_len:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoProcessor
 
 from omnifleet.cli.run import resolve_model
+from omnifleet.config import load_recipe
 from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.samples import StepBatch
@@ -130,7 +131,6 @@ def test_a_family_without_lessons_has_no_warm_start() -> None:
         ((), "qwen2_vl"),
         (("model.family=qwen2_5_vl",), "qwen2_5_vl"),
         (("trainer.backend=megatron",), "qwen2_5_vl"),
-        (("trainer.backend=megatron", "model.family=qwen2_vl"), "qwen2_vl"),
     ],
 )
 def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
@@ -145,3 +145,17 @@ def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
     monkeypatch.setattr(subprocess, "run", make)
     assert resolve_model("cpu-tiny", list(overrides)).model.path == "/made"
     assert asked[0][asked[0].index("--family") + 1] == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "mend"),
+    [
+        ("trainer.dtype=bfloat16", "set trainer.dtype = float32"),
+        ("trainer.logprob_chunk=8", "trainer.logprob_chunk: leave it out"),
+        ("model.family=qwen2_vl", "set model.family = qwen2_5_vl"),
+    ],
+)
+def test_a_recipe_that_megatron_cannot_train_is_refused_as_a_recipe(override: str, mend: str) -> None:
+    load_recipe("cpu-tiny", [override])
+    with pytest.raises(OmnifleetError, match=mend):
+        load_recipe("cpu-tiny", ["trainer.backend=megatron", override])

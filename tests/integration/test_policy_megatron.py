@@ -119,8 +119,9 @@ def test_both_backends_and_plain_transformers_train_alike(folders: dict[str, Pat
     source = folders[family]
     batch = batch_for(source)
     expected, plain = plain_training(source, batch, 3)
+    work = []
     for backend, make in (("megatron", MegatronPolicy), ("automodel", AutoModelPolicy)):
-        policy = make(source, **settings(backend, micro_batch_tokens=150))
+        policy = make(source, **settings(backend, micro_batch_tokens=150, peak_tflops=0.1))
         try:
             close_to(policy.logprobs(batch), expected, rtol=1e-5)
             rows = [policy.train(batch) for _ in range(3)]
@@ -131,6 +132,8 @@ def test_both_backends_and_plain_transformers_train_alike(folders: dict[str, Pat
         for row, (loss, norm) in zip(rows, plain, strict=True):
             assert row["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
             assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        work.append([row["mfu"] * row["train_seconds"] for row in rows])
+    assert work[0] == pytest.approx(work[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class MegatronPolicy(OneRankPolicy):
         if trainer.threads is not None:
             torch.set_num_threads(trainer.threads)
         torch.manual_seed(seed)
-        self._owns_group, self._parallel = start_group(), True
+        self._owns_group, self._open_groups = start_group(), True
         try:
             self._open(source, family, frozen, feature_cache_bytes)
         except BaseException:
@@ -150,11 +151,10 @@ class MegatronPolicy(OneRankPolicy):
         """See `Policy`."""
         if hasattr(self, "_vision"):
             self._vision.clear()
-        if self._parallel:
-            from megatron.core import parallel_state
-
-            parallel_state.destroy_model_parallel()
-            self._parallel = False
+        parallel = sys.modules.get("megatron.core.parallel_state")
+        if self._open_groups and parallel is not None:  # None: it failed before Megatron was imported
+            parallel.destroy_model_parallel()
+        self._open_groups = False
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
