@@ -10,11 +10,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from omnifleet.client.reward import RewardClient, ScoreItem
+from omnifleet.client.reward import ItemScore, RewardClient, ScoreItem
 from omnifleet.config.recipe import Recipe, ScorerConfig, SplitConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.processor import read_image_processor
-from omnifleet.types import Identity
+from omnifleet.types import Identity, Mark
 from omnifleet.vision_grid import qwen2vl_grid
 from omnifleet_trainer.data.children import service
 from omnifleet_trainer.data.rows import PromptRow
@@ -116,9 +116,15 @@ async def unscorable(
                 for (number, row), score in zip(
                     batch, await reward.score(items, local, _DEADLINE_S), strict=True
                 ):
-                    if score.error is not None:
-                        faults.append(Fault(number, row.prompt_id, score.error))
+                    if (error := score.error or _unread(score)) is not None:
+                        faults.append(Fault(number, row.prompt_id, error))
     return faults
+
+
+def _unread(score: ItemScore) -> OmnifleetError | None:
+    """A reward that cannot read a row's own answer would give every reply the same."""
+    names = [name for name, mark in score.marks.items() if mark is not Mark.SCORED]
+    return invalid(f"{', '.join(names)} cannot read the row's own answer") if names else None
 
 
 def _item(number: int, row: PromptRow) -> ScoreItem:

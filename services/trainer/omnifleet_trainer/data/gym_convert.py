@@ -163,9 +163,9 @@ def options_of(text: str) -> list[dict[str, str]]:
     Raises INVALID_REQUEST if there is none.
     """
     marks = list(_OPTION.finditer(text))
-    ends = [mark.start() for mark in marks[1:]] + [len(text)]
     found: dict[str, str] = {}
-    for mark, end in zip(marks, ends, strict=True):
+    for at, mark in enumerate(marks):
+        end = marks[at + 1].start() if at + 1 < len(marks) else len(text)
         said = text[mark.end() : end].partition(f"\n{_ASK}")[0].partition(_BOX)[0]
         if said := " ".join(said.split()):
             found.setdefault((mark[1] or mark[2]).upper(), said)

@@ -10,9 +10,11 @@ from pathlib import Path
 from omnifleet.client.media import MediaClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import MediaKind
+from omnifleet.wire import media_pb2
 from omnifleet_trainer.data.children import service
 from omnifleet_trainer.data.gym_rows import Parts, clips_of, file_url
 
+_CLIPS = media_pb2.DecodeContract(sampling="uniform@1", num_frames=16)
 TryMedia = Callable[[Parts], Awaitable[None]]
 
 
@@ -51,11 +53,12 @@ async def decoding(roots: Sequence[Path], *, wanted: bool) -> AsyncIterator[TryM
 
 
 async def _fault(media: MediaClient, url: str, kind: MediaKind) -> OmnifleetError | None:
+    contract = _CLIPS if kind is MediaKind.VIDEO else None
     try:
         if url.startswith("data:"):
-            await media.put(url.encode(), "data-check", kind=kind)
+            await media.put(url.encode(), "data-check", kind=kind, contract=contract)
         else:
-            await media.put_url(url, "data-check", kind=kind)
+            await media.put_url(url, "data-check", kind=kind, contract=contract)
     except OmnifleetError as error:
         if error.retryable:
             raise

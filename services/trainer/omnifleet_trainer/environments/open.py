@@ -11,8 +11,10 @@ from omnifleet.client.media import MediaClient
 from omnifleet.config.recipe import Recipe
 from omnifleet.environments.pool import Cast, Pool
 from omnifleet.errors import Reason, retryable
+from omnifleet.processor import read_image_processor
 from omnifleet.service import read_records
 from omnifleet.telemetry.counters import Counters
+from omnifleet.wire import media_pb2
 from omnifleet_trainer.environments.player import Player
 from omnifleet_trainer.loop.prompting import Asker, Prompter
 from omnifleet_trainer.rendering import Renderer
@@ -57,7 +59,19 @@ async def open_player(
             timeout_s=settings.timeout_s,
             lease_s=trainer.rollout_timeout_s + 2 * trainer.step_timeout_s,
             max_tokens=trainer.micro_batch_tokens,
+            clips=_clips(recipe),
         )
+
+
+def _clips(recipe: Recipe) -> media_pb2.DecodeContract:
+    """As the gateway samples clips that come as a URL, so that equal clips are equal content."""
+    gateway, model = recipe.gateway, read_image_processor(Path(recipe.model.path))
+    return media_pb2.DecodeContract(
+        sampling=gateway.clip_sampling,
+        num_frames=gateway.clip_frames,
+        fps=gateway.clip_fps,
+        temporal_patch=int(model.config.get("temporal_patch_size", 0)),
+    )
 
 
 def _gateway(run_dir: Path) -> str:

@@ -48,11 +48,15 @@ class Stage(Protocol):
 class Shelf(Protocol):
     """What is asked of the media service; `omnifleet.client.media.MediaClient` is one."""
 
-    async def put(self, data: bytes, run: str, *, kind: MediaKind) -> media_pb2.PutReply:
+    async def put(
+        self, data: bytes, run: str, *, kind: MediaKind, contract: media_pb2.DecodeContract | None
+    ) -> media_pb2.PutReply:
         """Have bytes, or a data URL, decoded."""
         ...
 
-    async def put_url(self, url: str, run: str, *, kind: MediaKind) -> media_pb2.PutReply:
+    async def put_url(
+        self, url: str, run: str, *, kind: MediaKind, contract: media_pb2.DecodeContract | None
+    ) -> media_pb2.PutReply:
         """Have a source read and decoded."""
         ...
 
@@ -76,13 +80,16 @@ class Player:
         timeout_s: float,
         lease_s: float,
         max_tokens: int,
+        clips: media_pb2.DecodeContract | None = None,
     ) -> None:
         """tasks: those that are played. mode: what the logprobs must mean. timeout_s: life of an episode.
 
         lease_s: how long media of an episode are held; a step must train on it within that. max_tokens: longest episode.
+        clips: how clips of rows are sampled.
         """
         self._stage, self._tasks, self._prompter = stage, frozenset(tasks), prompter
         self._renderer, self._media, self._mode = renderer, media, mode
+        self._clips = clips
         self._timeout_s, self._lease_s, self._max_tokens = timeout_s, lease_s, max_tokens
 
     async def ask(
@@ -123,9 +130,12 @@ class Player:
         """By content: bytes that come as a data URL are put, everything else the media service reads itself."""
         if url.startswith("media://"):
             return MediaRef(kind, Digest(url.removeprefix("media://")))
+        contract = self._clips if kind is MediaKind.VIDEO else None
         if url.startswith("data:"):
-            return media_from_wire((await self._media.put(url.encode(), run, kind=kind)).ref)
-        return media_from_wire((await self._media.put_url(url, run, kind=kind)).ref)
+            reply = await self._media.put(url.encode(), run, kind=kind, contract=contract)
+        else:
+            reply = await self._media.put_url(url, run, kind=kind, contract=contract)
+        return media_from_wire(reply.ref)
 
     def _order(
         self,
