@@ -13,6 +13,7 @@ from transformers import AutoProcessor, AutoTokenizer, Qwen2VLForConditionalGene
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.tiny import command
 from omnifleet_trainer.tiny.checkpoint import TAGS, write_checkpoint
+from omnifleet_trainer.tiny.families import Family
 from omnifleet_trainer.tiny.scenes import ANSWERS, PROMPT, questions_about, scenes, synthetic_rows
 from omnifleet_trainer.tiny.warmstart import Lessons, Pupil, answer_score, careless_answer, warm_start
 
@@ -125,8 +126,9 @@ def test_loss_matches_the_stock_forward(folder: Path) -> None:
     assert ours.item() == pytest.approx(stock.item(), abs=1e-5)
 
 
-def test_a_short_warm_start_learns_the_format(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, seed=0)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_short_warm_start_learns_the_format(family: Family, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, seed=0, family=family)
     before = Pupil(tmp_path).score(synthetic_rows("val", seed=5, size=20), greedy=True)
     lessons = Lessons(see_steps=5, answer_steps=30, careless_steps=5, pictures=40, batch=32, held_out=20)
     report = warm_start(tmp_path, seed=0, lessons=lessons)
@@ -141,7 +143,7 @@ def test_the_cache_makes_once_and_shows_nothing_half_made(
 ) -> None:
     made: list[Path] = []
 
-    def make(out: Path, *, seed: int = 0, warm: bool = True) -> None:
+    def make(out: Path, *, seed: int = 0, warm: bool = True, family: str = "qwen2_vl") -> None:
         made.append(out)
         out.mkdir()
         (out / "warmstart.json").write_text(json.dumps({"seed": seed}))
@@ -149,8 +151,9 @@ def test_the_cache_makes_once_and_shows_nothing_half_made(
     monkeypatch.setattr(command, "make_tiny_model", make)
     first, second = command.ensure_tiny_model(tmp_path), command.ensure_tiny_model(tmp_path)
     other = command.ensure_tiny_model(tmp_path, seed=1)
-    assert first == second != other
-    assert made == [first, other]
+    third = command.ensure_tiny_model(tmp_path, family="qwen2_5_vl")
+    assert len({first, other, third}) == 3 and first == second
+    assert made == [first, other, third]
 
 
 def test_an_unwritable_cache_is_one_typed_error(tmp_path: Path) -> None:
