@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,9 +10,11 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from omnifleet.config import load_recipe
-from omnifleet.config.load import dump_recipe
+from omnifleet.config.load import dump_recipe, known_recipes
+from omnifleet.config.recipe import Recipe
+from omnifleet.errors import OmnifleetError, Reason
 
-app = typer.Typer(no_args_is_help=True, help="Show and check recipes.")
+app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
 
 RecipeArgument = Annotated[
     str, typer.Argument(help="Recipe file, or the name of a packaged recipe.", metavar="RECIPE")
@@ -33,10 +36,29 @@ def show(recipe: RecipeArgument, overrides: OverrideArgument = None) -> None:
         typer.echo(text, nl=False)
 
 
+@app.command("list")
+def list_recipes() -> None:
+    """Name the recipes that a name alone finds, with what each says of itself."""
+    for name, path in known_recipes().items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        typer.echo(f"{name:32} {first.lstrip('# ') if first.startswith('#') else ''}")
+
+
+def check_model(recipe: Recipe) -> None:
+    """Raises MODEL_MISSING if the recipe's checkpoint is not on this machine."""
+    if recipe.model.path != "tiny" and not Path(recipe.model.path).is_dir():
+        raise OmnifleetError(
+            Reason.MODEL_MISSING,
+            f"model.path {recipe.model.path!r} is not a folder on this machine",
+            knob="model.path",
+        )
+
+
 @app.command()
 def check(recipe: RecipeArgument, overrides: OverrideArgument = None) -> None:
     """Say whether the recipe is right; name every field that is not, with what is allowed."""
     loaded = load_recipe(recipe, overrides or [])
+    check_model(loaded)
     samples = loaded.trainer.prompts_per_step * loaded.trainer.generations_per_prompt
     typer.echo(
         f"{recipe} is right: run {loaded.run.name}, {loaded.trainer.steps} steps of "

@@ -35,7 +35,7 @@ def demo(
 ) -> None:
     """Train a tiny vision-language model with asynchronous GRPO through the four services, and show the reward rise.
 
-    Makes (once) and warm-starts a 15 MB model, starts media, reward, gateway and two rollout workers, trains,
+    Makes (once) and warm-starts a 3 MB model, starts media, reward, gateway and two rollout workers, trains,
     scores held-out pictures, runs a control whose weights never move, and writes a report with curves and samples.
     """
     began = time.monotonic()
@@ -55,7 +55,7 @@ def demo(
         _train(run_dir, recipe)
         _save_counters(run_dir)  # before the control, whose first refit begins a new encoder epoch
         if control:
-            _say("4/5", "control: the same with learning rate 0")
+            _say("4/5", "control: a few steps with learning rate 0, where nothing may move")
             _control(run_dir, recipe)
         _say("5/5", "report")
         report = _report(run_dir, recipe, began)
@@ -73,7 +73,7 @@ def _say_warm_start(model: Path) -> None:
     if warm:
         steps = sum(int(warm.get(f"{lesson}_steps", 0)) for lesson in ("see", "answer", "careless"))
         console.print(
-            f"      warm start: {steps} supervised steps in {warm['seconds']:.0f} s, "
+            f"      its warm start, when it was made: {steps} supervised steps in {warm['seconds']:.0f} s, "
             f"held-out reward {warm['greedy']:.2f} greedy, {warm['sampled']:.2f} sampled"
         )
 

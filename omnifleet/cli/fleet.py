@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 from omnifleet.auth import Scope
 from omnifleet.cli.where import RunOption, find_run, secret, service
 from omnifleet.client.fleet import FleetClient, FleetView, Verb
+from omnifleet.launch.supervisor import read_state
 
 app = typer.Typer(
     no_args_is_help=True, help="List, scale, drain and cordon rollout workers while a run goes on."
@@ -33,6 +34,16 @@ def with_fleet(run: str, act: Callable[[FleetClient], Awaitable[Result]]) -> Res
             return await act(fleet)
 
     return asyncio.run(call())
+
+
+def starting_workers(supervisor: dict[str, Any], view: FleetView | None) -> list[str]:
+    """A line for each worker whose process lives and that the registry does not know yet."""
+    known = {worker.id.rpartition("-")[0] for worker in view.workers} if view else set()
+    return [
+        f"{p['name']} is starting, for {p.get('since_s', 0):.0f} s (pid {p['pid']})"
+        for p in supervisor.get("processes", ())
+        if p["name"].startswith("worker-") and p["name"] not in known and p["state"] == "running"
+    ]
 
 
 def workers_table(view: FleetView) -> Table:
@@ -62,7 +73,10 @@ def workers_table(view: FleetView) -> Table:
 @app.command("list")
 def list_workers(run: RunOption = "") -> None:
     """Workers with their state, weight version and load."""
-    Console().print(workers_table(with_fleet(run, lambda fleet: fleet.list())))
+    view, console = with_fleet(run, lambda fleet: fleet.list()), Console()
+    console.print(workers_table(view))
+    for line in starting_workers(read_state(find_run(run)), view):
+        console.print(line, highlight=False)
 
 
 @app.command()

@@ -16,15 +16,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from omnifleet.cli.config import OverrideArgument, RecipeArgument
+from omnifleet.cli.config import OverrideArgument, RecipeArgument, check_model
 from omnifleet.cli.where import RunOption, find_run, is_up, run_recipe
 from omnifleet.config import load_recipe
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.local import wait_gone
-from omnifleet.launch.plan import ORDER, prepare_run
+from omnifleet.launch.plan import ORDER, newest_weights, prepare_run
 from omnifleet.launch.port import Launcher
 from omnifleet.launch.supervisor import last_line, read_state, want
+from omnifleet.report.records import read_mapping
 from omnifleet.service import read_records
 
 _POLL_S = 0.1
@@ -48,12 +49,7 @@ def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
     """Load a recipe; `model.path: tiny` becomes the cached tiny checkpoint, made now if need be."""
     recipe = load_recipe(recipe_name, overrides)
     if recipe.model.path != "tiny":
-        if not Path(recipe.model.path).is_dir():
-            raise OmnifleetError(
-                Reason.MODEL_MISSING,
-                f"model.path {recipe.model.path!r} is not a folder on this machine",
-                knob="model.path",
-            )
+        check_model(recipe)
         return recipe
     family = recipe.model.family or ("qwen2_5_vl" if recipe.trainer.backend == "megatron" else "qwen2_vl")
     command = [sys.executable, "-m", "omnifleet", "tiny-model", "--seed", str(recipe.run.seed)]
@@ -116,7 +112,7 @@ def _wait_ready(
             state = read_state(run_dir)
             if state.get("failure"):
                 stop_services(run_dir)
-                raise OmnifleetError(Reason.UNAVAILABLE, str(state["failure"]), knob=f"{run_dir}/logs")
+                raise OmnifleetError(Reason.UNAVAILABLE, f"{state['failure']} (logs: {run_dir}/logs)")
             if not lives:
                 raise OmnifleetError(
                     Reason.UNAVAILABLE,
@@ -135,7 +131,7 @@ def _wait_ready(
     raise OmnifleetError(
         Reason.DEADLINE,
         f"services of {run_dir.name} were not up after {deadline_s:.0f} s",
-        knob=f"{run_dir}/logs",
+        knob="omnifleet logs",
     )
 
 
@@ -158,9 +154,18 @@ def up(
 ) -> None:
     """Start media, reward, gateway and rollout workers of a recipe, and keep them alive in the background."""
     loaded = resolve_model(recipe, overrides or [])
-    run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
+    try:
+        run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
+    except KeyboardInterrupt:
+        console.print("stopping what was started")
+        stop_services(loaded.run_dir)
+        raise typer.Exit(130) from None
+    weights = newest_weights(run_dir)
+    console.print(f"serving {f'the weights of {weights.parent.name}' if weights else loaded.model.path}")
+    again = " ".join([recipe, *(overrides or [])])
     console.print(
-        f"run folder {run_dir}\nnext: omnifleet train {recipe}   |   omnifleet status   |   omnifleet down"
+        f"run folder {run_dir}\nnext: omnifleet train {again}   |   omnifleet status   |   omnifleet down",
+        soft_wrap=True,
     )
 
 
@@ -181,6 +186,10 @@ def train(
     from omnifleet.cli.watch import watch_training
 
     loaded = resolve_model(recipe, overrides or [])
+    if _is_done(loaded):
+        console.print(f"{loaded.run.name} is done: {_outcome(loaded.run_dir)}")
+        console.print("trainer.steps=N extends it, run.name=NAME starts another", highlight=False)
+        return
     was_up = is_up(loaded.run_dir)
     run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
     want(run_dir, train=True)
@@ -188,15 +197,41 @@ def train(
     try:
         finished = watch_training(run_dir, loaded.trainer.steps, console)
     except KeyboardInterrupt:
-        console.print("stopping: the trainer writes a checkpoint; the same command resumes")
+        console.print("stopping: the trainer ends its step and writes a checkpoint")
         finished = False
     finally:
         want(run_dir, train=False)
         if not was_up and not keep_up:
             stop_services(run_dir)
-    if not finished:
+    if finished:
+        console.print(f"{loaded.run.name}: {_outcome(run_dir)}", soft_wrap=True)
+    else:
+        weights = newest_weights(run_dir)
+        at = f"at {weights.parent.name}" if weights else "before the first checkpoint"
+        console.print(f"stopped {at}; the same command goes on from there", highlight=False)
         failure = read_state(run_dir).get("failure", "")
         raise typer.Exit(1 if failure else 130)
+
+
+def _is_done(recipe: Recipe) -> bool:
+    """True if the run has trained all its steps and ended well."""
+    summary = read_mapping(recipe.run_dir / "summary.json")
+    settled = bool(summary.get("settled")) and recipe.evaluation.patience is not None
+    return bool(summary) and (settled or int(summary["steps"]) >= recipe.trainer.steps)
+
+
+def _outcome(run_dir: Path) -> str:
+    """What a run came to, and where to look."""
+    summary = read_mapping(run_dir / "summary.json")
+    if not summary:
+        return f"run folder {run_dir}"
+    ledger = summary["ledger"]
+    return (
+        f"{summary['steps']} steps, held-out reward {summary['heldout_start']:.3f} → {summary['heldout_end']:.3f}, "
+        f"{ledger['consumed']} samples trained, {ledger['consumed_twice']} twice\n"
+        f"weights {newest_weights(run_dir) or 'none'}\n"
+        f"next: omnifleet ledger replay --step {summary['steps']}   |   omnifleet up (serves these weights)"
+    )
 
 
 def status(
@@ -224,6 +259,8 @@ def logs(
         raise OmnifleetError(
             Reason.NOT_FOUND, f"no log of {service or 'any service'} in {folder}; there are: {known}"
         )
+    if not any(path.stat().st_size for path in files):
+        console.print(f"{', '.join(path.stem for path in files)} said nothing yet")
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
     with contextlib.suppress(KeyboardInterrupt):
         subprocess.run(command, check=False)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omnifleet.auth import Scope
-from omnifleet.cli.fleet import workers_table
+from omnifleet.cli.fleet import starting_workers, workers_table
 from omnifleet.cli.where import is_up, secret
 from omnifleet.client.fleet import FleetClient, FleetView
 from omnifleet.errors import OmnifleetError
@@ -59,6 +59,8 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
         console.print(_details(service), highlight=False)
     if view:
         console.print(workers_table(view))
+    for line in starting_workers(supervisor, view):
+        console.print(line, highlight=False)
     for end in supervisor.get("ends", ())[-_ENDS_SHOWN:]:
         at = time.strftime("%H:%M:%S", time.localtime(end["unix"]))
         console.print(f"{at}  {end['name']} (pid {end['pid']}) {end['why']}", highlight=False, markup=False)

@@ -22,6 +22,7 @@ _ROWS = 12
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("step", "step", "{:.0f}"),
     ("reward", "reward", "{:.3f}"),
+    ("held out", "heldout_reward", "{:.3f}"),
     ("TMPE", "tmpe", "{:.4f}"),
     ("gen KL", "gen_kl_error", "{:.1e}"),
     ("entropy", "approx_entropy", "{:.2f}"),
@@ -31,6 +32,12 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("refit ms", "refit_ms", "{:.0f}"),
     ("gate ms", "gate_ms", "{:.0f}"),
     ("in flight", "refit_in_flight", "{:.0f}"),
+)
+
+
+LEGEND = (
+    "held out: reward on unseen rows · TMPE: 1 = rollout and trainer agree on every logprob · lag: steps between the weights "
+    "that made a token and those it trains · gate: longest time without a token in a refit"
 )
 
 
@@ -50,14 +57,20 @@ def watch_training(run_dir: Path, steps: int, console: Console, *, title: str = 
 
         def draw(rows: list[dict[str, Any]]) -> None:
             progress.update(task, completed=rows[-1]["step"] if rows else 0)
-            live.update(Group(metrics_table(rows[-_ROWS:]), progress))
+            shown = [row for row in rows[:-_ROWS] if "heldout_reward" in row] + rows[-_ROWS:]
+            live.update(
+                Group(
+                    metrics_table(shown) if rows else "waiting for the first weights and the first score",
+                    progress,
+                )
+            )
 
         return _watch(run_dir, draw)
 
 
 def metrics_table(rows: list[dict[str, Any]]) -> Table:
     """Steps as rows; a metric that a step does not have stays empty."""
-    table = Table()
+    table = Table(caption=LEGEND, caption_justify="left")
     for heading, _, _ in COLUMNS:
         table.add_column(heading, justify="right")
     for row in rows:

@@ -18,22 +18,27 @@ _DEPTH = 8
 
 def resolve_recipe_path(name: str) -> Path:
     """A path as given, or NAME / NAME.yaml in ./recipes or among the packaged recipes. Raises INVALID_CONFIG."""
-    packaged = Path(__file__).resolve().parent.parent / "_recipes"
-    source_tree = Path(__file__).resolve().parent.parent.parent / "recipes"
-    folders = (Path(), Path("recipes"), packaged, source_tree)
-    for folder in folders:
+    for folder in (Path(), *_folders()):
         for candidate in (folder / name, folder / f"{name}.yaml"):
             if candidate.is_file():
                 return candidate
-    known = sorted(
-        {
-            p.relative_to(folder).with_suffix("").as_posix()
-            for folder in folders[1:]
-            if folder.is_dir()
-            for p in folder.rglob("*.yaml")
-        }
+    raise invalid(
+        f"recipe {name!r} not found; known: {', '.join(known_recipes())}", reason=Reason.INVALID_CONFIG
     )
-    raise invalid(f"recipe {name!r} not found; known: {', '.join(known)}", reason=Reason.INVALID_CONFIG)
+
+
+def known_recipes() -> dict[str, Path]:
+    """Name -> file of the recipes in ./recipes and among the packaged ones, the nearest first."""
+    found: dict[str, Path] = {}
+    for folder in _folders():
+        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
+            found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
+    return dict(sorted(found.items()))
+
+
+def _folders() -> tuple[Path, ...]:
+    here = Path(__file__).resolve()
+    return Path("recipes"), here.parent.parent / "_recipes", here.parent.parent.parent / "recipes"
 
 
 def read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
@@ -99,7 +104,8 @@ def recipe_from_mapping(body: Mapping[str, Any], source: str) -> Recipe:
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Find, merge, override and check a recipe. Raises OmnifleetError(INVALID_CONFIG)."""
     path = resolve_recipe_path(name)
-    return recipe_from_mapping(apply_overrides(read_layers(path), overrides), str(path))
+    source = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    return recipe_from_mapping(apply_overrides(read_layers(path), overrides), source)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -34,15 +34,35 @@ def service_spec(run_dir: Path, service: str, *, as_json: bool = False) -> Proce
 
 
 def worker_spec(
-    run_dir: Path, recipe: Recipe, name: str, *, as_json: bool = False, engine: str = "vllm"
+    run_dir: Path,
+    recipe: Recipe,
+    name: str,
+    *,
+    as_json: bool = False,
+    engine: str = "vllm",
+    model: Path | None = None,
 ) -> ProcessSpec:
-    """Command of one rollout worker."""
+    """Command of one rollout worker. model: folder of the weights that it begins with; default: the recipe's."""
     kind, _, token_s = engine.partition(":")  # "fake:0.05": a fake engine that takes 50 ms a token
     command = [*_omnifleet(), "rollout", "serve", "--run-dir", str(run_dir), "--name", name, "--engine", kind]
     command += ["--fake-token-s", token_s] if token_s else []
+    command += ["--model", str(model)] if model else []
     on_gpu = recipe.rollout.engine.kv_cache_memory_bytes is None
     resources = {"CPU": 1.0, "GPU": float(recipe.rollout.engine.tensor_parallel_size if on_gpu else 0)}
     return ProcessSpec(name, command + _log_flag(as_json), {}, run_dir / "logs" / f"{name}.log", resources)
+
+
+def newest_weights(run_dir: Path) -> Path | None:
+    """Weights of the newest complete checkpoint, as engines load them; None if the run has none."""
+    steps = {
+        path: tuple(int(part) for part in path.name[5:].split("."))
+        for path in (run_dir / "checkpoints").glob("step_*")
+        if path.name[5:].replace(".", "", 1).isdigit()
+    }
+    for path in sorted(steps, key=lambda path: steps[path], reverse=True):
+        if (path / "policy" / "config.json").is_file():
+            return path / "policy"
+    return None
 
 
 def _omnifleet() -> list[str]:

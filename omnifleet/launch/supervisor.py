@@ -15,7 +15,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from omnifleet.auth import Scope
 from omnifleet.client.fleet import FleetClient
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError
-from omnifleet.launch.plan import ORDER, service_spec, worker_spec
+from omnifleet.launch.plan import ORDER, newest_weights, service_spec, worker_spec
 from omnifleet.launch.port import Handle, Launcher, ProcessSpec
 from omnifleet.service import TYPED_EXIT, load_tokens, read_records
 from omnifleet.types import WorkerState
@@ -89,7 +89,7 @@ class Supervisor:
         """Start everything, tend it until `stopped`, then stop everything in reverse order."""
         try:
             for name in ORDER:
-                self._services[name] = self._start(service_spec(self._run_dir, name, as_json=self._as_json))
+                self._services[name] = self._start_service(name)
             while not stopped.is_set():
                 await self._tick()
                 self._write_state("running" if not self.failure else "failed")
@@ -105,6 +105,12 @@ class Supervisor:
         for watched in self._services.values():
             self._tend(watched)
         await self._follow_fleet()
+
+    def _start_service(self, name: str) -> Watched:
+        """A service's first start. The gateway's begins a new life of the run; its restarts go on with the old one."""
+        spec = service_spec(self._run_dir, name, as_json=self._as_json)
+        first = replace(spec, command=[*spec.command, "--new-life"]) if name == "gateway" else spec
+        return replace(self._start(first), spec=spec)
 
     def _start(self, spec: ProcessSpec) -> Watched:
         _drop_record(self._run_dir, spec.name)
@@ -194,7 +200,14 @@ class Supervisor:
         for _ in range(missing):
             name = f"worker-{self._next_worker}"
             self._next_worker += 1
-            spec = worker_spec(self._run_dir, self._recipe, name, as_json=self._as_json, engine=self._engine)
+            spec = worker_spec(
+                self._run_dir,
+                self._recipe,
+                name,
+                as_json=self._as_json,
+                engine=self._engine,
+                model=self._weights_to_serve(),
+            )
             try:
                 self._workers[name] = self._start(spec)
             except OmnifleetError as error:
@@ -214,6 +227,10 @@ class Supervisor:
                     "%s hangs: the registry gave it up and its process does not end; killing it", name
                 )
                 await asyncio.to_thread(watched.handle.stop, _HANGING_GRACE_S)
+
+    def _weights_to_serve(self) -> Path | None:
+        """Without a trainer, what the run has learned; a trainer brings its weights itself."""
+        return None if read_wanted(self._run_dir).get("train") else newest_weights(self._run_dir)
 
     async def _open_fleet(self, address: str) -> FleetClient:
         if self._fleet is None:
@@ -266,6 +283,7 @@ class Supervisor:
                     "state": watched.state,
                     "restarts": watched.restarts,
                     "exit": watched.exit,
+                    "since_s": round(time.monotonic() - watched.started, 1),
                 }
             )
         _write_json(self._run_dir / "supervisor.json", body)

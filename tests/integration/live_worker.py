@@ -168,7 +168,7 @@ class Live:
     weights: dict[str, Any]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     number: int = 0
-    patience_s: float = 120.0
+    patience_s: float = 400.0
 
     def start(self, module: str, *options: str, name: str) -> str:
         """Start `module`'s serve command; its gRPC address once it is ready."""
@@ -319,7 +319,7 @@ class Clients:
 
 
 def start_live(
-    folder: Path, *, tied: bool, scale: float = 1.0, patience_s: float = 120.0, **engine: Any
+    folder: Path, *, tied: bool, scale: float = 1.0, patience_s: float = 400.0, **engine: Any
 ) -> Live:
     """A media service and a worker. engine: settings beside ENGINE. patience_s: how long each may take to come up."""
     model = folder / "model"

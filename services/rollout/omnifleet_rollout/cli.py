@@ -83,10 +83,16 @@ def gateway_serve(
     media: Annotated[
         str, typer.Option(help="Media service's gRPC address; default: from the run folder.")
     ] = "",
+    new_life: Annotated[
+        bool,
+        typer.Option(
+            "--new-life", help="The run starts again: forget which weights its last trainer announced."
+        ),
+    ] = False,
     set_: Overrides = None,
     log_json: LogJson = False,
 ) -> None:
     """Serve the OpenAI routes, gRPC Generate and the fleet registry until SIGTERM."""
     from omnifleet_rollout.gateway.command import serve_gateway
 
-    serve_gateway(run_dir, listen, http_listen, media, tuple(set_ or ()), log_json)
+    serve_gateway(run_dir, listen, http_listen, media, tuple(set_ or ()), log_json, new_life=new_life)

@@ -222,6 +222,12 @@ class Registry:
             self._changed()
         return self.revision
 
+    def forget_targets(self) -> None:
+        """No pool must have any weights: whoever announced them is gone, and nobody is left to bring them."""
+        for pool in self._pools.values():
+            pool.target, pool.max_lag = None, 0
+        self._changed()
+
     def want(self, pool_name: str, desired: int) -> None:
         """Set `desired` of a pool that has none yet; drains nobody."""
         if pool_name not in self._pools:

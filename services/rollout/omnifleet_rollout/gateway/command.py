@@ -32,14 +32,26 @@ log = logging.getLogger("omnifleet.gateway")
 
 
 def serve_gateway(
-    run_dir: Path, listen: str, http_listen: str, media: str, overrides: Sequence[str], log_json: bool
+    run_dir: Path,
+    listen: str,
+    http_listen: str,
+    media: str,
+    overrides: Sequence[str],
+    log_json: bool,
+    *,
+    new_life: bool = False,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. "" for an address: the setting, or the run folder's record, decides."""
+    """Serve until SIGTERM or SIGINT. "" for an address: the setting, or the run folder's record, decides.
+
+    new_life: the whole run starts again, so weights that were announced before are nobody's to bring.
+    """
     set_up_logs("gateway", as_json=log_json)
-    run_to_exit(_serve(run_dir, listen, http_listen, media, overrides))
+    run_to_exit(_serve(run_dir, listen, http_listen, media, overrides, new_life))
 
 
-async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overrides: Sequence[str]) -> None:
+async def _serve(
+    run_dir: Path, listen: str, http_listen: str, media: str, overrides: Sequence[str], new_life: bool
+) -> None:
     config = load_section(run_dir, "gateway", GatewayConfig, overrides)
     rollout = load_section(run_dir, "rollout", RolloutConfig, overrides)
     sampling = load_section(run_dir, "sampling", SamplingConfig, overrides)
@@ -50,7 +62,7 @@ async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overr
     sessions = Sessions(run_dir / "sessions.sqlite", keep=config.sessions)
     renderer = RendererLoader(model_path)
     try:
-        fleet = _fleet(config, rollout, store)
+        fleet = _fleet(config, rollout, store, new_life)
         gateway = Gateway(
             config,
             fleet,
@@ -78,7 +90,7 @@ async def _serve(run_dir: Path, listen: str, http_listen: str, media: str, overr
         await media_in.close()
 
 
-def _fleet(config: GatewayConfig, rollout: RolloutConfig, store: FleetStore) -> Fleet:
+def _fleet(config: GatewayConfig, rollout: RolloutConfig, store: FleetStore, new_life: bool) -> Fleet:
     registry = Registry(
         time.monotonic,
         heartbeat_s=config.heartbeat_s,
@@ -88,6 +100,8 @@ def _fleet(config: GatewayConfig, rollout: RolloutConfig, store: FleetStore) -> 
         max_workers=rollout.max_workers,
     )
     store.load(registry)
+    if new_life:
+        registry.forget_targets()
     registry.want(rollout.pool, rollout.workers)
     return Fleet(registry, store, look_every_s=config.heartbeat_s / 2)
 

@@ -15,6 +15,7 @@ from omnifleet.errors import invalid
 
 if TYPE_CHECKING:
     from omnifleet_trainer.ledger import LedgerReader
+    from omnifleet_trainer.ledger.replay import Check
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -113,13 +114,19 @@ def replay(
             )
         return
     checks = recompute(rows, {} if file else recorded_step(find_run(run), step))
-    table = Table("", "ledger", "recorded", "", title=f"step {step}", title_justify="left")
+    table = Table("number", "ledger", "recorded", "verdict", title=f"step {step}", title_justify="left")
     for check in checks:
         said = "-" if check.recorded is None else f"{check.recorded:.6g}"
-        table.add_row(check.name, f"{check.ledger:.6g}", said, "" if check.holds else "DIFFERS")
+        table.add_row(check.name, f"{check.ledger:.6g}", said, _verdict(check))
     console.print(table)
     if not all(check.holds for check in checks):
         raise typer.Exit(1)
+
+
+def _verdict(check: Check) -> str:
+    if check.recorded is None:
+        return "not recorded"
+    return "same" if check.holds else "DIFFERS"
 
 
 def _reader(run: str, file: Path | None) -> LedgerReader:
