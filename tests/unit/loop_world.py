@@ -61,6 +61,8 @@ class Row:
     answer: str
     task: str = "count"
     extra: dict[str, Any] = field(default_factory=dict)
+    clips: tuple[str, ...] = ()
+    sounds: tuple[str, ...] = ()
 
 
 def rows(n: int) -> list[Row]:
