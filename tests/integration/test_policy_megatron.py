@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, Recipe, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.report.records import read_run
 from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import megatron as compat
@@ -24,6 +25,7 @@ from omnifleet_trainer.policy.megatron import MegatronPolicy
 from omnifleet_trainer.policy.step import train_step
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from tests.integration.family_world import TEMPERATURE, batch_for, close_to, plain_logprobs
+from tests.support_run import CliRun
 
 pytestmark = pytest.mark.heavy
 
@@ -297,3 +299,26 @@ def test_the_stand_ins_are_gone_when_they_are_not_needed(
     with pytest.raises(OmnifleetError, match="megatron-bridge") as caught:
         compat.install()
     assert caught.value.reason is Reason.UNSUPPORTED
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_demo_s_recipe_trains_on_megatron(source: Path, cli_run: Callable[..., CliRun]) -> None:
+    """Real engines and every service: what the policy is given back by the engine are its own logprobs."""
+    run = cli_run(
+        "trainer.backend=megatron",
+        f"model.path={source}",
+        "trainer.steps=3",
+        "trainer.prompts_per_step=8",
+        "trainer.optimizer.lr=1e-4",
+        "data.train.size=64",
+        "rollout.workers=1",
+        "rollout.max_workers=1",
+        engine="vllm",
+    )
+    run.train()
+    assert run.finish(540) == 0
+    steps = read_run(run.run_dir).steps
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    assert steps[1]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)  # the weights that generated
+    assert run.summary()["tmpe_max"] < 1.05
