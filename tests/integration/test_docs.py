@@ -18,6 +18,7 @@ ROOMS = (
     "bench",
     "deploy",
     "docs",
+    "examples",
     "omnifleet",
     "proto",
     "recipes",

@@ -19,8 +19,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("media", "rollout", "reward", "trainer")
-OPTIONAL = {"datasets"}
-"""Asked for at run time, with an error that says how to install them."""
+OPTIONAL = {"datasets", "triton"}
+"""Asked for at run time, with an error that says how to install them; triton comes with CUDA builds of torch."""
 PACKAGES = ("omnifleet", *(f"omnifleet_{service}" for service in SERVICES))
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
