@@ -225,6 +225,31 @@ async def test_one_owner_flies_and_a_dead_one_is_followed(index: Index) -> None:
     assert await index.has_source(SOURCE)
 
 
+async def test_a_claim_for_what_is_not_known_writes_nothing_for_what_is(index: Index) -> None:
+    assert await index.take_flight(ALIAS, "a", 60_000, 0, unless_known=True) is Claim.OURS
+    assert await index.take_flight(ALIAS, "b", 60_000, 0, unless_known=True) is Claim.OTHERS
+    await index.write_object(PICTURE, ALIAS, 1, (SOURCE, 7))
+    assert await index.take_flight(ALIAS, "b", 60_000, 0, unless_known=True) is Claim.KNOWN
+    assert await index.take_flight(ALIAS, "c", 60_000, 0) is Claim.KNOWN  # neither a nor b holds it any more
+    assert await index.take_flight(ALIAS, "b", 60_000, 0) is Claim.OTHERS
+
+
+async def test_what_is_written_ends_its_claim(index: Index) -> None:
+    for key, write in (
+        (ALIAS, index.write_object(PICTURE, ALIAS, 1)),
+        (KEY, index.write_segment(SEGMENT, 1)),
+    ):
+        assert await index.take_flight(key, "a", 60_000, 0) is Claim.OURS
+        await write
+        assert await index.take_flight(key, "b", 60_000, 0) is Claim.KNOWN
+
+
+async def test_an_object_is_found_by_its_alias(index: Index) -> None:
+    assert await index.find_object(ALIAS) is None
+    await index.write_object(CLIP, ALIAS, 1)
+    assert await index.find_object(ALIAS) == CLIP
+
+
 async def test_a_store_is_known_once_it_is_marked(index: Index) -> None:
     assert not await index.knows_store("disk")
     await index.mark_store("disk")

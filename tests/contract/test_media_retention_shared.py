@@ -16,7 +16,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
 from omnifleet_media.address.contract import clip, still
 from omnifleet_media.address.manifest import MediaObject
-from omnifleet_media.index.port import Kind
+from omnifleet_media.index.port import Kind, SegmentRecord
 from omnifleet_media.server.flights import Flights
 from omnifleet_media.server.library import Library
 from tests.chaos.media_light import InstantDecoder, everything_is_whole, light_library, source_of
@@ -138,17 +138,17 @@ async def _take_over(folder: Path, index: str) -> None:
 
 async def test_a_claim_is_prolonged_while_its_owner_lives(tmp_path: Path, index: str) -> None:
     async with two(tmp_path, index) as (one, other):
-        key, found = Digest("f" * 64), asyncio.Event()
-        makers: list[str] = []
+        key, makers = Digest("f" * 64), []
 
-        async def find() -> str | None:
-            return "made" if found.is_set() else None
+        async def find() -> SegmentRecord | None:
+            return await one.index.read_segment(key)
 
-        async def make() -> str:
+        async def make() -> SegmentRecord:
             makers.append("x")
             await asyncio.sleep(1.0)  # longer than the claim
-            found.set()
-            return "made"
+            made = SegmentRecord(key, key, key, 1, (1, 2, 2), 1, key)
+            await one.index.write_segment(made, 1)
+            return made
 
         flights = [Flights(library.index, claim_ms=300) for library in (one, other)]
         results = await asyncio.gather(*(flight.find_or_make(key, find, make) for flight in flights))

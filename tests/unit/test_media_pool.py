@@ -15,6 +15,7 @@ from PIL import Image
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.service import process_lives
+from omnifleet_media.sandbox.arena import ARENA_BYTES, make_arena
 from omnifleet_media.sandbox.pool import ProcessPool
 
 
@@ -47,6 +48,34 @@ async def test_a_picture_comes_back() -> None:
         answer, body = await pool.call(*request(8))
         assert answer == {"shape": [8, 8, 3]}
         assert len(body) == 192
+
+
+async def test_bodies_too_large_for_the_arena_come_back_too() -> None:
+    async with pictures() as pool:
+        for side in (4800, 8):
+            answer, body = await pool.call(*request(side))
+            assert answer == {"shape": [side, side, 3]}
+            assert len(body) == 3 * side * side
+    assert ARENA_BYTES < 3 * 4800 * 4800
+
+
+async def test_an_answer_is_out_of_reach_of_the_process_that_gave_it() -> None:
+    async with pictures() as pool:
+        _, first = await pool.call(*request(8))
+        out = io.BytesIO()
+        Image.new("RGB", (8, 8), "white").save(out, "PNG")
+        await pool.call(request(8)[0], out.getvalue())
+        assert not any(first)
+
+
+def test_neither_side_can_shrink_the_arena_under_the_other() -> None:
+    fd = make_arena()
+    try:
+        for size in (0, 2 * ARENA_BYTES):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
 
 
 async def test_damage_ends_a_request_not_the_process() -> None:

@@ -63,7 +63,8 @@ class SegmentRecord:
 
 
 class Claim(StrEnum):
-    """Answer to a claim. known: it is ours, but the index has an alias or a segment under this key: look again."""
+    """Answer to a claim. known: the index has an alias or a segment under this key; the claim is ours unless it was only
+    wanted for what is not known."""
 
     OTHERS = "others"
     OURS = "ours"
@@ -75,6 +76,9 @@ class Index(Protocol):
 
     async def find_alias(self, alias: Digest) -> Digest | None:
         """The media object that a source became under a contract."""
+
+    async def find_object(self, alias: Digest) -> MediaObject | None:
+        """That object itself."""
 
     async def read_object(self, media: Digest) -> MediaObject | None:
         """A media object."""
@@ -94,10 +98,13 @@ class Index(Protocol):
     async def write_object(
         self, item: MediaObject, alias: Digest | None, used_ms: int, source: tuple[Digest, int] | None = None
     ) -> None:
-        """Record an object, its frames and, if given, an alias and a stored source (digest, bytes); again is harmless."""
+        """Record an object, its frames and, if given, an alias and a stored source (digest, bytes); again is harmless.
+
+        A claim on the alias, whoever's it is, ends with it: what was to be made is known now.
+        """
 
     async def write_segment(self, record: SegmentRecord, used_ms: int) -> None:
-        """Record a segment; again is harmless."""
+        """Record a segment; again is harmless. A claim on its key ends with it."""
 
     async def touch(self, used: Mapping[Entry, int]) -> None:
         """Move last-use times forward."""
@@ -139,8 +146,13 @@ class Index(Protocol):
     async def forget(self, entry: Entry, now_ms: int) -> list[BlobName] | None:
         """Remove a unit and answer the blobs that nothing refers to any more; None if it is leased or gone."""
 
-    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> Claim:
-        """Claim the making of `key` until `expires_ms`, or prolong one's own claim, unless another's holds."""
+    async def take_flight(
+        self, key: Digest, owner: str, expires_ms: int, now_ms: int, *, unless_known: bool = False
+    ) -> Claim:
+        """Claim the making of `key` until `expires_ms`, or prolong one's own claim, unless another's holds.
+
+        unless_known: nor if the key is known, whoever claims it; the answer is then KNOWN and nothing is written.
+        """
         ...
 
     async def end_flight(self, key: Digest, owner: str) -> None:

@@ -166,6 +166,10 @@ class RedisIndex:
         found = await self._do(lambda: self._redis.get(f"{_PREFIX}a:{alias}"))
         return Digest(found) if found else None
 
+    async def find_object(self, alias: Digest) -> MediaObject | None:
+        body = await self._run(scripts.FIND_OBJECT, alias)
+        return object_from(json.loads(body)) if body else None
+
     async def read_object(self, media: Digest) -> MediaObject | None:
         body = await self._do(lambda: self._redis.hget(f"{_PREFIX}o:{media}", "body"))
         return object_from(json.loads(body)) if body else None
@@ -269,8 +273,11 @@ class RedisIndex:
 
     # ------------------------------------------------------------------ flights and stores
 
-    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> Claim:
-        return Claim(await self._run(scripts.TAKE_FLIGHT, key, owner, max(expires_ms - now_ms, 1)))
+    async def take_flight(
+        self, key: Digest, owner: str, expires_ms: int, now_ms: int, *, unless_known: bool = False
+    ) -> Claim:
+        lasts_ms = max(expires_ms - now_ms, 1)
+        return Claim(await self._run(scripts.TAKE_FLIGHT, key, owner, lasts_ms, int(unless_known)))
 
     async def end_flight(self, key: Digest, owner: str) -> None:
         await self._run(scripts.END_FLIGHT, key, owner)

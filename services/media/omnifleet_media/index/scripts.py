@@ -45,6 +45,7 @@ if alias ~= '' then
   local before = redis.call('GET', p..'a:'..alias)
   if before and before ~= media then redis.call('HDEL', p..'o:'..before, 'a:'..alias) end
   redis.call('SET', p..'a:'..alias, media)
+  redis.call('DEL', p..'w:'..alias)
   redis.call('HSET', p..'o:'..media, 'a:'..alias, '')
 end
 if ARGV[8] ~= '' then
@@ -55,6 +56,11 @@ for i = 10, #ARGV do redis.call('HSET', p..'f:'..ARGV[i], media, shape) end
 redis.call('ZADD', p..'use:object', 'GT', used, media)
 """
 
+FIND_OBJECT = """
+local media = redis.call('GET', p..'a:'..ARGV[2])
+return media and redis.call('HGET', p..'o:'..media, 'body')
+"""
+
 WRITE_SOURCE = """
 redis.call('SET', p..'s:'..ARGV[2], ARGV[3])
 redis.call('ZADD', p..'use:source', 'GT', ARGV[4], ARGV[2])
@@ -63,6 +69,7 @@ redis.call('ZADD', p..'use:source', 'GT', ARGV[4], ARGV[2])
 WRITE_SEGMENT = """
 redis.call('HSET', p..'g:'..ARGV[2], 'body', ARGV[3], 'media', ARGV[4], 'bytes', ARGV[5])
 redis.call('ZADD', p..'use:segment', 'GT', ARGV[6], ARGV[2])
+redis.call('DEL', p..'w:'..ARGV[2])
 """
 
 TAKE_LEASE = """
@@ -184,10 +191,12 @@ return names
 
 TAKE_FLIGHT = """
 local key = p..'w:'..ARGV[2]
+local known = redis.call('EXISTS', p..'a:'..ARGV[2], p..'g:'..ARGV[2]) > 0
+if known and ARGV[5] == '1' then return 'known' end
 local owner = redis.call('GET', key)
 if owner and owner ~= ARGV[3] then return 'others' end
 redis.call('SET', key, ARGV[3], 'PX', ARGV[4])
-return redis.call('EXISTS', p..'a:'..ARGV[2], p..'g:'..ARGV[2]) > 0 and 'known' or 'ours'
+return known and 'known' or 'ours'
 """
 
 END_FLIGHT = """

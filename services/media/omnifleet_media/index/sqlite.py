@@ -86,26 +86,15 @@ class SqliteIndex:
 
         return await self._read(step)
 
-    async def read_object(self, media: Digest) -> MediaObject | None:
+    async def find_object(self, alias: Digest) -> MediaObject | None:
         def step(db: sqlite3.Connection) -> MediaObject | None:
-            row = db.execute(
-                "SELECT kind, width, height, timestamps_us, facts FROM objects WHERE digest = ?", (media,)
-            ).fetchone()
-            if row is None:
-                return None
-            frames = db.execute(
-                "SELECT frame FROM frames WHERE media = ? ORDER BY position", (media,)
-            ).fetchall()
-            return MediaObject(
-                kind=MediaKind(row[0]),
-                frames=tuple(Digest(f) for (f,) in frames),
-                width=row[1],
-                height=row[2],
-                timestamps_us=tuple(json.loads(row[3])),
-                facts=json.loads(row[4]),
-            )
+            row = db.execute("SELECT media FROM aliases WHERE alias = ?", (alias,)).fetchone()
+            return _read_object(db, row[0]) if row else None
 
         return await self._read(step)
+
+    async def read_object(self, media: Digest) -> MediaObject | None:
+        return await self._read(lambda db: _read_object(db, media))
 
     async def read_frame(self, frame: Digest) -> tuple[int, int] | None:
         def step(db: sqlite3.Connection) -> tuple[int, int] | None:
@@ -165,15 +154,19 @@ class SqliteIndex:
                 _write_source(db, *source, used_ms)
             if alias is not None:
                 db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?)", (alias, media))
+                db.execute("DELETE FROM flights WHERE key = ?", (alias,))
 
         await self._write(step)
 
     async def write_segment(self, record: SegmentRecord, used_ms: int) -> None:
         r = record
         row = (r.key, r.media, r.fingerprint, r.token_count, json.dumps(r.grid), r.bytes, r.content, used_ms)
-        await self._write(
-            lambda db: db.execute("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-        )
+
+        def step(db: sqlite3.Connection) -> None:
+            db.execute("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            db.execute("DELETE FROM flights WHERE key = ?", (r.key,))
+
+        await self._write(step)
 
     async def touch(self, used: Mapping[Entry, int]) -> None:
         def step(db: sqlite3.Connection) -> None:
@@ -294,15 +287,27 @@ class SqliteIndex:
 
     # ------------------------------------------------------------------ flights and stores
 
-    async def take_flight(self, key: Digest, owner: str, expires_ms: int, now_ms: int) -> Claim:
-        def step(db: sqlite3.Connection) -> Claim:
+    async def take_flight(
+        self, key: Digest, owner: str, expires_ms: int, now_ms: int, *, unless_known: bool = False
+    ) -> Claim:
+        def is_known(db: sqlite3.Connection) -> bool:
+            return bool(db.execute(tables.KNOWN, (key,)).fetchone()[0])
+
+        def claim(db: sqlite3.Connection) -> Claim:
+            if unless_known and is_known(db):  # since it was read
+                return Claim.KNOWN
             row = db.execute("SELECT owner, expires_ms FROM flights WHERE key = ?", (key,)).fetchone()
             if row is not None and row[0] != owner and row[1] > now_ms:
                 return Claim.OTHERS
             db.execute("INSERT OR REPLACE INTO flights VALUES (?, ?, ?)", (key, owner, expires_ms))
-            return Claim.KNOWN if db.execute(tables.KNOWN, (key,)).fetchone()[0] else Claim.OURS
+            return Claim.KNOWN if is_known(db) else Claim.OURS
 
-        return await self._write(step)
+        def look_then_claim() -> Claim:
+            if unless_known and self._transact(is_known, "BEGIN"):  # the write lock is not for those who read
+                return Claim.KNOWN
+            return self._transact(claim, "BEGIN IMMEDIATE")
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, look_then_claim)
 
     async def end_flight(self, key: Digest, owner: str) -> None:
         query = "DELETE FROM flights WHERE key = ? AND owner = ?"
@@ -332,6 +337,23 @@ class SqliteIndex:
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
         self._thread.shutdown()
+
+
+def _read_object(db: sqlite3.Connection, media: Digest) -> MediaObject | None:
+    row = db.execute(
+        "SELECT kind, width, height, timestamps_us, facts FROM objects WHERE digest = ?", (media,)
+    ).fetchone()
+    if row is None:
+        return None
+    frames = db.execute("SELECT frame FROM frames WHERE media = ? ORDER BY position", (media,)).fetchall()
+    return MediaObject(
+        kind=MediaKind(row[0]),
+        frames=tuple(Digest(f) for (f,) in frames),
+        width=row[1],
+        height=row[2],
+        timestamps_us=tuple(json.loads(row[3])),
+        facts=json.loads(row[4]),
+    )
 
 
 def _write_source(db: sqlite3.Connection, source: Digest, size: int, used_ms: int) -> None:

@@ -1,6 +1,6 @@
-"""A process that works for the service: python -m omnifleet_media.sandbox.child ROLE FD MEMORY_BYTES.
+"""A process that works for the service: python -m omnifleet_media.sandbox.child ROLE SOCKET ARENA MEMORY_BYTES.
 
-It sees frames on one inherited socket, opens nothing, and dies with the service.
+It sees frames on one inherited socket and in one inherited piece of memory, opens nothing, and dies with the service.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_media.sandbox.arena import Arena
 from omnifleet_media.sandbox.frames import Header, receive, send
 from omnifleet_media.sandbox.seccomp import give_up
 
@@ -59,19 +60,20 @@ class Role(Protocol):
 
 def main() -> int:
     """Prepare, close the door, then answer frames until the service goes."""
-    name, fd, memory_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    name, (fd, arena_fd, memory_bytes) = sys.argv[1], map(int, sys.argv[2:])
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to handle
     logging.disable(logging.ERROR)  # advice of libraries to their developers
-    sock = socket.socket(fileno=fd)
+    sock, arena = socket.socket(fileno=fd), Arena(arena_fd)
+    os.close(arena_fd)
     role: Role = cast(Role, importlib.import_module(ROLES.get(name, name)))
     facts = role.prepare()
     _limit(memory_bytes)
     unfiltered = give_up(opening=not getattr(role, "OPENS_FILES", False))
-    send(sock, {**facts, "pid": os.getpid(), "unfiltered": unfiltered})
-    while (request := receive(sock)) is not None:
+    send(sock, arena, {**facts, "pid": os.getpid(), "unfiltered": unfiltered})
+    while (request := receive(sock, arena)) is not None:
         header, bodies = _answer(role, *request)
-        send(sock, header, *bodies)
+        send(sock, arena, header, *bodies)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The framing between the service and its processes: two lengths, a JSON header, raw bytes. No pickle."""
+"""The framing between the service and its processes: lengths, a JSON header, a body in the arena or behind it. No pickle."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import socket
 import struct
 from typing import Any
 
-LENGTHS = struct.Struct("<IQ")
-"""Bytes of the header, bytes of the body."""
+from omnifleet_media.sandbox.arena import Arena
+
+LENGTHS = struct.Struct("<IQ?")
+"""Bytes of the header, bytes of the body, and whether the body is in the arena: then none follow the header."""
 HEADER_BYTES = 1 << 20
 """Largest header; a longer one means that the other side has lost its mind."""
 
 Header = dict[str, Any]
 
 
-def pack(header: Header, body_bytes: int) -> bytes:
-    """Lengths and header of a frame; the body follows as it is."""
-    text = json.dumps(header).encode()
-    return LENGTHS.pack(len(text), body_bytes) + text
-
-
-def receive(sock: socket.socket) -> tuple[Header, bytearray] | None:
+def receive(sock: socket.socket, arena: Arena) -> tuple[Header, bytearray] | None:
     """The next frame of a blocking socket; None when the other side has closed."""
     lengths = _exactly(sock, LENGTHS.size)
     if lengths is None:
         return None
-    header_bytes, body_bytes = LENGTHS.unpack(lengths)
-    header, body = _exactly(sock, header_bytes), _exactly(sock, body_bytes)
+    header_bytes, body_bytes, in_arena = LENGTHS.unpack(lengths)
+    header = _exactly(sock, header_bytes)
+    body = bytearray(body_bytes) if in_arena else _exactly(sock, body_bytes)
     if header is None or body is None:
         return None
+    if in_arena:
+        arena.copy_to(memoryview(body))
     return json.loads(header), body
 
 
-def send(sock: socket.socket, header: Header, *bodies: bytes | memoryview) -> None:
-    """Write one frame to a blocking socket; the bodies are joined on the way."""
-    sock.sendall(pack(header, sum(memoryview(b).nbytes for b in bodies)))
-    for body in bodies:
+def send(sock: socket.socket, arena: Arena, header: Header, *bodies: bytes | memoryview) -> None:
+    """Write one frame: the bodies, joined, to the arena, or after the header if they are too large for it."""
+    text, in_arena = json.dumps(header).encode(), arena.put(bodies)
+    sock.sendall(LENGTHS.pack(len(text), sum(memoryview(b).nbytes for b in bodies), in_arena) + text)
+    for body in () if in_arena else bodies:
         sock.sendall(body)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet_media.sandbox.arena import ARENA_BYTES, Arena, make_arena
 from omnifleet_media.sandbox.frames import HEADER_BYTES, LENGTHS, Header, send
 
 log = logging.getLogger("omnifleet.media")
@@ -29,6 +30,7 @@ _BUFFER_BYTES = 4 << 20
 class _Child:
     process: subprocess.Popen[bytes]
     sock: socket.socket
+    arena: Arena
     facts: Header
 
     def end(self) -> None:
@@ -102,7 +104,7 @@ class ProcessPool:
             child = child or await self._start()
             self._busy.add(child)
             async with asyncio.timeout(self._work_s):
-                answer = await self._exchange(child.sock, header, body)
+                answer = await self._exchange(child, header, body)
         except TimeoutError:
             self._drop(child)
             raise OmnifleetError(
@@ -148,12 +150,17 @@ class ProcessPool:
         for end in (ours, theirs):  # as large as the system allows: fewer turns for each megabyte
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         started = time.monotonic()
-        child = _Child(_spawn(self._role, theirs, self._memory_bytes), ours, {})
-        theirs.close()
+        arena_fd = make_arena()
+        try:
+            arena = Arena(arena_fd)
+            child = _Child(_spawn(self._role, theirs, arena_fd, self._memory_bytes), ours, arena, {})
+        finally:
+            theirs.close()
+            os.close(arena_fd)
         try:
             async with asyncio.timeout(_START_S):
                 child.facts, _ = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._receive, ours
+                    self._threads, self._receive, child
                 )
         except (_Lost, OSError, TimeoutError) as error:
             child.end()
@@ -176,23 +183,28 @@ class ProcessPool:
         return child
 
     async def _exchange(
-        self, sock: socket.socket, header: Header, body: bytes | memoryview
+        self, child: _Child, header: Header, body: bytes | memoryview
     ) -> tuple[Header, memoryview]:
         def converse() -> tuple[Header, memoryview]:
-            send(sock, header, body)
-            return self._receive(sock)
+            send(child.sock, child.arena, header, body)
+            return self._receive(child)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, converse)
 
-    def _receive(self, sock: socket.socket) -> tuple[Header, memoryview]:
-        header_bytes, body_bytes = LENGTHS.unpack(_exactly(sock, LENGTHS.size))
-        if header_bytes > HEADER_BYTES or body_bytes > self._reply_bytes:
+    def _receive(self, child: _Child) -> tuple[Header, memoryview]:
+        header_bytes, body_bytes, in_arena = LENGTHS.unpack(_exactly(child.sock, LENGTHS.size))
+        largest = min(self._reply_bytes, ARENA_BYTES) if in_arena else self._reply_bytes
+        if header_bytes > HEADER_BYTES or body_bytes > largest:
             raise _Lost(f"frame of {header_bytes} + {body_bytes} bytes")
-        header = json.loads(bytes(_exactly(sock, header_bytes)))
-        return header, _exactly(sock, body_bytes)
+        header = json.loads(bytes(_exactly(child.sock, header_bytes)))
+        if not in_arena:
+            return header, _exactly(child.sock, body_bytes)
+        body = _room(body_bytes)
+        child.arena.copy_to(body)
+        return header, body
 
 
-def _spawn(role: str, sock: socket.socket, memory_bytes: int) -> subprocess.Popen[bytes]:
+def _spawn(role: str, sock: socket.socket, arena_fd: int, memory_bytes: int) -> subprocess.Popen[bytes]:
     environment = {
         name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ
     }
@@ -207,11 +219,12 @@ def _spawn(role: str, sock: socket.socket, memory_bytes: int) -> subprocess.Pope
         "omnifleet_media.sandbox.child",
         role,
         str(sock.fileno()),
+        str(arena_fd),
         str(memory_bytes),
     ]
     return subprocess.Popen(
         command,
-        pass_fds=(sock.fileno(),),
+        pass_fds=(sock.fileno(), arena_fd),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -219,7 +232,7 @@ def _spawn(role: str, sock: socket.socket, memory_bytes: int) -> subprocess.Pope
 
 
 def _exactly(sock: socket.socket, size: int) -> memoryview:
-    view = np.empty(size, np.uint8).data  # not filled with zeros first
+    view = _room(size)
     filled = 0
     while filled < size:
         got = sock.recv_into(view[filled:], size - filled, socket.MSG_WAITALL)
@@ -227,6 +240,10 @@ def _exactly(sock: socket.socket, size: int) -> memoryview:
             raise _Lost("closed its socket")
         filled += got
     return view
+
+
+def _room(size: int) -> memoryview:
+    return np.empty(size, np.uint8).data  # not filled with zeros first
 
 
 def _checked(header: Header, body: memoryview) -> tuple[Header, memoryview]:

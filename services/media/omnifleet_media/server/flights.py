@@ -48,14 +48,18 @@ class Flights:
     ) -> tuple[Value, bool]:
         """What `find` finds, now or once another process made it, or what `make` makes; True: made here.
 
+        `make` writes `key` to the index, as an alias or a segment, which ends the claim.
+
         Raises what `make` raises; OmnifleetError(OVERLOADED), retryable, after two minutes of waiting for others.
         """
         end, pause = time.monotonic() + _PATIENCE_S, _FIRST_PAUSE_S
         while True:
-            found = await find()
-            if found is not None:
-                return found, False
-            claim = await self._claim(key)
+            claim = await self._claim(key, unless_known=True)
+            if claim is Claim.KNOWN:
+                found = await find()
+                if found is not None:
+                    return found, False
+                claim = await self._claim(key)  # known, but its bytes are lost
             if claim is not Claim.OTHERS:
                 return await self._fly(key, find if claim is Claim.KNOWN else None, make)
             if time.monotonic() >= end:
@@ -73,20 +77,25 @@ class Flights:
     ) -> tuple[Value, bool]:
         renewing = asyncio.get_running_loop().call_later(self._renew_s, self._keep_claim, key)
         self._renewing[key] = renewing
+        held = True
         try:
             found = await find_again() if find_again else None
             if found is not None:  # another had finished between our look and our claim
                 return found, False
-            return await make(), True
+            made = await make()
+            held = False
+            return made, True
         finally:
             self._renewing.pop(key).cancel()
             if (prolonging := self._prolonging.pop(key, None)) is not None:
-                await asyncio.wait((prolonging,))  # it must not bring the claim back
-            await self._give_up(key)
+                await asyncio.wait((prolonging,))  # it may have brought the claim back
+            if held or prolonging is not None:
+                await self._give_up(key)
 
-    async def _claim(self, key: Digest) -> Claim:
+    async def _claim(self, key: Digest, *, unless_known: bool = False) -> Claim:
         now = now_ms()
-        return await self._index.take_flight(key, self._owner, now + self._claim_ms, now)
+        expires = now + self._claim_ms
+        return await self._index.take_flight(key, self._owner, expires, now, unless_known=unless_known)
 
     def _keep_claim(self, key: Digest) -> None:
         loop = asyncio.get_running_loop()

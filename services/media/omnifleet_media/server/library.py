@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -52,6 +53,8 @@ log = logging.getLogger("omnifleet.media")
 
 _CONFIG_BYTES = 64 << 10
 _TRIES = 3
+_SHORT_BYTES = 1 << 20  # hashed in less time than it takes to hand the bytes to a thread
+Answer = TypeVar("Answer")
 Piece = tuple[Blob, bytes | memoryview]
 ContractOf = Callable[[SourceType], DecodeContract]
 
@@ -123,7 +126,7 @@ class Library:
     async def put(self, source: Source, contract: DecodeContract, *, durable: bool) -> Stored:
         """Store a source and its object. Raises OmnifleetError: INVALID_MEDIA, LIMIT_EXCEEDED, DISK_FULL, OVERLOADED."""
         self.counters.add("puts")
-        digest = await asyncio.to_thread(source_digest, source.data)
+        digest = await _computed(len(source.data), lambda: source_digest(source.data))
         return await self._stored(digest, source, contract, durable=durable)
 
     async def put_leased(
@@ -171,8 +174,7 @@ class Library:
 
     async def _find(self, alias: Digest) -> _Made | None:
         """The object of an alias, if its bytes are here; a lost one is made again from the source."""
-        media = await self.index.find_alias(alias)
-        item = await self.index.read_object(media) if media else None
+        item = await self.index.find_object(alias)
         if item is None or not await self.holds(object_blobs(item)):
             return None
         return _Made(item)
@@ -180,7 +182,7 @@ class Library:
     async def _make(self, alias: Digest, digest: Digest, source: Source, contract: DecodeContract) -> _Made:
         clip = await self._decoder.decode(source, contract)
         self.counters.add("decodes")
-        frames = await asyncio.to_thread(clip.digests)
+        frames = await _computed(sum(frame.nbytes for frame in clip.frames), clip.digests)
         width, height = clip.size
         item = MediaObject(
             kind=clip.kind,
@@ -350,6 +352,11 @@ class Library:
             return []
         step = -(-len(item.timestamps_us) // record.grid[0])
         return [us / 1_000_000 for us in item.timestamps_us[::step]]
+
+
+async def _computed(size: int, digest: Callable[[], Answer]) -> Answer:
+    """What `digest` answers for `size` bytes, off the event loop if that takes long."""
+    return digest() if size <= _SHORT_BYTES else await asyncio.to_thread(digest)
 
 
 def _parse_config(config_json: str) -> dict[str, object]:

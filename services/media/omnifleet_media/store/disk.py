@@ -70,10 +70,9 @@ class DiskTier:
 
     def write(self, blob: Blob, data: bytes | memoryview) -> None:
         """Store a blob; again is harmless. Raises OmnifleetError(DISK_FULL); nothing half-written is left."""
-        path = self.path(*blob.key)
+        path = self._name(*blob.key)
         try:
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.path.exists(path):
                 self._place(path, data)
         except OSError as error:
             if error.errno in FULL:
@@ -85,12 +84,12 @@ class DiskTier:
                 ) from error
             raise
 
-    def _place(self, path: Path, data: bytes | memoryview) -> None:
+    def _place(self, path: str, data: bytes | memoryview) -> None:
         size = memoryview(data).nbytes
         self._usage.add(size)
         placed = False
         try:
-            placed = write_whole(path, data, scratch_dir=self._scratch.path)
+            placed = write_whole(path, data, scratch_dir=self._scratch.path, make_folder=True)
         finally:
             if not placed:
                 self._usage.add(-size)

@@ -15,12 +15,15 @@ SCRATCH = ".part-"
 """Prefix of files that are being written, in a folder that goes with its process."""
 
 
-def write_whole(path: Path, data: bytes | memoryview, *, scratch_dir: Path) -> bool:
+def write_whole(
+    path: str | Path, data: bytes | memoryview, *, scratch_dir: Path, make_folder: bool = False
+) -> bool:
     """Write beside, make read-only, link into place; False if the name was taken, by whichever process was first.
 
-    `scratch_dir` is on the same file system. Raises OSError (ENOSPC included); nothing is left behind then.
+    `scratch_dir` is on the same file system. make_folder: make the folder of `path` if it is not there yet. Raises
+    OSError (ENOSPC included); nothing is left behind then.
     """
-    scratch = scratch_dir / f"{SCRATCH}{next(_serial)}"
+    scratch = f"{scratch_dir}/{SCRATCH}{next(_serial)}"
     fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -30,7 +33,13 @@ def write_whole(path: Path, data: bytes | memoryview, *, scratch_dir: Path) -> b
             os.fchmod(fd, _READ_ONLY)
         finally:
             os.close(fd)
-        os.link(scratch, path)
+        try:
+            os.link(scratch, path)
+        except FileNotFoundError:
+            if not make_folder:
+                raise
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.link(scratch, path)
     except FileExistsError:
         return False
     else:
