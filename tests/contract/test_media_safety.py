@@ -490,9 +490,10 @@ async def test_uploads_in_memory_are_bounded_together(tmp_path: Path) -> None:
         async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=30) as http:
             held = asyncio.create_task(http.post("/v1/media", content=slow(picture)))
             await started.wait()
+            async with asyncio.timeout(20):
+                while service.door.reserved < len(picture):  # still on its way to the service
+                    await asyncio.sleep(0.01)
             refused = await http.post("/v1/media", content=picture)
-            while refused.status_code == 200:  # the first upload is still on its way to the service
-                refused = await http.post("/v1/media", content=picture)
             assert (refused.status_code, refused.json()["error"]["knob"]) == (
                 429,
                 "media.limits.uploads_bytes",
