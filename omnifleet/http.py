@@ -16,6 +16,9 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.telemetry.counters import Counters
 from omnifleet.wire.errors import HTTP_STATUS
 
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections (httpx: 5 s): else both may let go at once, and a request is lost on the way."""
+
 
 def make_app(title: str, counters: Counters, ready: Callable[[], bool], *, docs: bool = True) -> FastAPI:
     """A FastAPI app with /healthz (process lives), /readyz (can serve), /metrics, and OmnifleetError as JSON.
@@ -76,7 +79,12 @@ async def http_serving(app: FastAPI, listen: str, *, knob: str) -> AsyncIterator
             Reason.PORT_TAKEN, f"cannot listen on {listen}: {error.strerror}", knob=knob
         ) from error
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=_KEEP_ALIVE_S,
     )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server._serve([sock]))
