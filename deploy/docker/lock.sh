@@ -23,6 +23,7 @@ compile() {
     "$uv" pip compile --quiet --generate-hashes --no-emit-index-url --python-platform x86_64-manylinux_2_28 \
         --python-version "$python" --custom-compile-command deploy/docker/lock.sh \
         --output-file "$locks/$service.lock" pyproject.toml "services/$folder/pyproject.toml" "$@" >/dev/null
+    sed -i "s|$scratch/||" "$locks/$service.lock"  # else every run would change every lock
 }
 
 # gpu SERVICE OPTIONS…: the versions that ran together on a GPU machine are in gpu.txt.

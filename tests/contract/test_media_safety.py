@@ -491,7 +491,7 @@ async def test_uploads_in_memory_are_bounded_together(tmp_path: Path) -> None:
             held = asyncio.create_task(http.post("/v1/media", content=slow(picture)))
             await started.wait()
             async with asyncio.timeout(20):
-                while service.door.reserved < len(picture):  # still on its way to the service
+                while service.door.reserved < len(picture):  # noqa: ASYNC110 - on its way; no event tells
                     await asyncio.sleep(0.01)
             refused = await http.post("/v1/media", content=picture)
             assert (refused.status_code, refused.json()["error"]["knob"]) == (
