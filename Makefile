@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
-CODE := omnifleet services/media/omnifleet_media services/rollout/omnifleet_rollout \
+CODE := omnifleet lib/refit/omnifleet_refit services/media/omnifleet_media services/rollout/omnifleet_rollout \
         services/reward/omnifleet_reward services/trainer/omnifleet_trainer
 # One pytest run's options can be added to: make test ARGS="-k ledger -x"
 ARGS ?=

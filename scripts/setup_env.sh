@@ -50,7 +50,7 @@ find_python() {
 fingerprint() {
     {
         pwd
-        sha256sum requirements/* pyproject.toml services/*/pyproject.toml scripts/setup_env.sh scripts/site/*.py
+        sha256sum requirements/* pyproject.toml services/*/pyproject.toml lib/*/pyproject.toml scripts/setup_env.sh scripts/site/*.py
     } | sha256sum | cut -d' ' -f1
 }
 
@@ -108,8 +108,8 @@ echo 'import _torchvision_cpu_fix' >"$site/_torchvision_cpu_fix.pth"
 quietly "$python" scripts/site/link_torchcodec.py
 done_
 
-begin "omnifleet and its four services, editable"
-editable=(-e .)
+begin "omnifleet, its library and its four services, editable"
+editable=(-e . -e lib/refit)
 for service in media rollout reward trainer; do editable+=(-e "services/$service"); done
 packages --no-deps --no-build-isolation "${editable[@]}"
 done_

@@ -26,6 +26,7 @@ from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2_grpc
 from omnifleet.wire.manifest import base_version
 from omnifleet.wire.server import serving
+from omnifleet_refit.group import Meeting
 from omnifleet_rollout.engine.checkpoint import read_table
 from omnifleet_rollout.engine.fake import FakeEngine
 from omnifleet_rollout.refit.buckets import DTYPES
@@ -37,7 +38,6 @@ from omnifleet_rollout.worker.gate import Gate
 from omnifleet_rollout.worker.server import RefitServicer
 from omnifleet_rollout.worker.standing import Standing
 from omnifleet_trainer.refit.courier import Courier, Order, Outcome
-from omnifleet_trainer.refit.group import Meeting
 from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
 
 HIDDEN = 8

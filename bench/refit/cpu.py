@@ -12,10 +12,10 @@ import torch
 
 from omnifleet.types import WeightVersion
 from omnifleet.wire.manifest import manifest_body
+from omnifleet_refit.group import Meeting
 from omnifleet_rollout.refit.buckets import Memory
 from omnifleet_rollout.refit.collective import Collective
 from omnifleet_rollout.refit.shadow import read_transfer
-from omnifleet_trainer.refit.group import Meeting
 from omnifleet_trainer.refit.release import first_release
 from omnifleet_trainer.refit.snapshot import Snapshot
 

@@ -23,9 +23,9 @@ from sizes import write_size
 from omnifleet.client.refit import RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import InFlight, WeightVersion
+from omnifleet_refit.fold import fold
+from omnifleet_refit.group import Meeting
 from omnifleet_trainer.refit.courier import Courier, Order
-from omnifleet_trainer.refit.fold import fold
-from omnifleet_trainer.refit.group import Meeting
 from omnifleet_trainer.refit.snapshot import Snapshot
 
 HERE = Path(__file__).parent

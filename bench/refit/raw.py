@@ -7,11 +7,21 @@ import time
 
 import torch
 
-from omnifleet_rollout.refit.group import Seat, join
+from omnifleet_refit.group import join
+from omnifleet_rollout.refit.source import Seat
 
 if __name__ == "__main__":
     device = torch.device("cuda", 0)
-    group = join(Seat.parse(sys.argv[1]), 0, device)
+    seat = Seat.parse(sys.argv[1])
+    group = join(
+        seat.host,
+        seat.port,
+        seat.name,
+        rank=seat.rank,
+        size=seat.size,
+        device=device,
+        timeout_s=seat.deadline_s,
+    )
     bucket = torch.empty(int(sys.argv[2]), dtype=torch.uint8, device=device)
     deadline = time.monotonic() + 60
     with group.stream():

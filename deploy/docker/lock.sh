@@ -10,7 +10,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 # Installed from the source tree, so never from an index.
-printf '%s\n' omnifleet >"$scratch/excludes.txt"
+printf '%s\n' omnifleet omnifleet-refit >"$scratch/excludes.txt"
 # What the CPU environment does not pin for a GPU: its own torch and engine. Everything else of it holds there too.
 grep -E '^[a-z0-9][a-z0-9._-]*==' requirements/cpu.lock | sed 's/ .*//' >"$scratch/cpu.txt"
 

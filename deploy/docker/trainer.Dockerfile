@@ -13,8 +13,9 @@ RUN pip install --require-hashes --no-deps -r trainer.lock
 COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
 COPY omnifleet/ omnifleet/
 COPY recipes/ recipes/
+COPY lib/refit/ lib/refit/
 COPY services/trainer/ services/trainer/
-RUN pip install --no-deps . ./services/trainer \
+RUN pip install --no-deps . ./lib/refit ./services/trainer \
     && useradd --uid 10001 --create-home omnifleet \
     && install -d -o omnifleet -g omnifleet /runs
 ENV PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 NCCL_NVLS_ENABLE=0

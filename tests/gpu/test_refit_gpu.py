@@ -25,8 +25,8 @@ from omnifleet.types import InFlight, WeightVersion  # noqa: E402
 from omnifleet.wire import refit_pb2_grpc  # noqa: E402
 from omnifleet.wire.manifest import base_version  # noqa: E402
 from omnifleet.wire.server import serving  # noqa: E402
+from omnifleet_refit.group import Meeting  # noqa: E402
 from omnifleet_trainer.refit.courier import Courier, Order  # noqa: E402
-from omnifleet_trainer.refit.group import Meeting  # noqa: E402
 from omnifleet_trainer.refit.snapshot import Shipment, Snapshot  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -82,7 +82,7 @@ async def main(folder: Path) -> None:
     weights = load_file(model / "model.safetensors")
     async with engine_of(model) as engine:
         # No gRPC and no group before the engine is up: its process is forked from this one.
-        from omnifleet_trainer.refit.group import Meeting
+        from omnifleet_refit.group import Meeting
         from omnifleet_trainer.refit.snapshot import Snapshot
 
         gate = Gate(Standing("w", base_version(engine.facts.tensors)), limit=8)

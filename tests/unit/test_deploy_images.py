@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ["media", "reward", "gateway", "rollout", "trainer"]
 DISTRIBUTION = {"gateway": "rollout"}
+OURS = {"omnifleet", "omnifleet-refit"}
 EXTRAS = {"media": {"segments", "video", "redis"}, "rollout": {"cuda"}, "trainer": {"automodel"}}
 KNOWN = {"FROM", "ARG", "ENV", "RUN", "COPY", "WORKDIR", "USER", "VOLUME", "ENTRYPOINT", "CMD"}
 # Two services that talk, or that compare fingerprints, need the same of these.
@@ -45,7 +46,7 @@ def wanted(image: str) -> Iterator[Requirement]:
     for path, extras in ((ROOT / "pyproject.toml", set()), (service, EXTRAS.get(image, set()))):
         project = tomllib.loads(path.read_text())["project"]
         lines = project["dependencies"] + [r for e in extras for r in project["optional-dependencies"][e]]
-        yield from (r for line in lines if (r := Requirement(line)).name != "omnifleet")
+        yield from (r for line in lines if (r := Requirement(line)).name not in OURS)
 
 
 @pytest.mark.parametrize("image", IMAGES)

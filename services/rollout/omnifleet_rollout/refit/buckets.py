@@ -11,7 +11,7 @@ import torch
 
 from omnifleet.wire.fold import ALGORITHM, ROW_BYTES
 from omnifleet.wire.manifest import DTYPE_BYTES, UNVERIFIED, combined_checksum
-from omnifleet_rollout.refit.fold import as_hex, digests, row_sums
+from omnifleet_refit.fold import as_hex, digests, row_sums
 from omnifleet_rollout.refit.shadow import rejected
 
 DTYPES = {

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet_refit.group import Group, join
 from omnifleet_rollout.refit.buckets import Memory, Verification, layout
-from omnifleet_rollout.refit.group import Group, Seat, join
+from omnifleet_rollout.refit.source import Seat
 
 _GROUPS = 2
 
@@ -61,7 +62,15 @@ class Collective:
         if group is None or group.broken:
             while len(self._groups) >= _GROUPS:
                 self._groups.pop(next(iter(self._groups))).abort()
-            group = join(seat, self._offset, self._memory.device)
+            group = join(
+                seat.host,
+                seat.port,
+                seat.name,
+                rank=seat.rank + self._offset,
+                size=seat.size,
+                device=self._memory.device,
+                timeout_s=seat.deadline_s,
+            )
         self._groups[seat.name] = self._using = group
         if self._cancelled:
             group.abort()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnifleet.address import canonical_json, digest_bytes
 from omnifleet.wire.fold import ROW_BYTES
-from omnifleet_rollout.refit.fold import as_hex, fold
+from omnifleet_refit.fold import as_hex, fold
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 _aten = torch.ops.aten

@@ -21,9 +21,9 @@ from omnifleet.client.fleet import FleetClient, WorkerView
 from omnifleet.client.refit import Commit, RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import WeightVersion
+from omnifleet_refit.group import Meeting
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.courier import Courier, Order, Outcome
-from omnifleet_trainer.refit.group import Meeting
 from omnifleet_trainer.refit.handles import handles
 from omnifleet_trainer.refit.sender import RefitReport, RefitSender
 from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Shipment, Snapshot

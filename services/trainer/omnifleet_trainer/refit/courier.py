@@ -16,7 +16,7 @@ import torch
 
 from omnifleet.client.refit import RefitClient, Seat
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet_trainer.refit.group import Group, Meeting
+from omnifleet_refit.group import Group, Meeting
 from omnifleet_trainer.refit.snapshot import Shipment
 
 log = logging.getLogger("omnifleet.trainer.refit")

@@ -18,8 +18,8 @@ from omnifleet.wire import refit_pb2
 from omnifleet.wire.codec import version_to_wire
 from omnifleet.wire.fold import ALGORITHM, ROW_BYTES
 from omnifleet.wire.manifest import UNVERIFIED, combined_checksum, manifest_digest
+from omnifleet_refit.fold import as_hex, fold
 from omnifleet_trainer.policy.port import Tensor
-from omnifleet_trainer.refit.fold import as_hex, fold
 from omnifleet_trainer.refit.transfer import dtype_name
 
 BUCKET_BYTES = 1 << 30

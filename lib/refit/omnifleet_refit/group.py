@@ -1,8 +1,8 @@
-"""The sender's place in a process group with its receivers: NCCL on CUDA, gloo on CPU, one shape.
+"""A process group between one sender and the ranks of its receivers: NCCL on CUDA, gloo on CPU, one shape.
 
-One store for the sender's life listens on a port that the kernel chose and that is never given back in between; each
-membership meets under a name of its own, so no port is probed, released or used twice. The rollout service has a twin
-of the group.
+Nothing of torch's global process group is used, so vLLM's own groups are not touched. One store for the sender's life
+listens on a port that the kernel chose and that is never given back in between; each membership meets under a name of
+its own, so no port is probed, released or used twice. Whoever can't go on aborts, which ends the waiting of all.
 """
 
 from __future__ import annotations
@@ -66,32 +66,43 @@ class Meeting:
 
 
 class Group:
-    """Broadcasts to all others. Not thread-safe, but for `abort`."""
+    """Broadcasts from the sender to all others. Not thread-safe, but for `abort`."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        """Meet all ranks at the store, then connect. Raises UNAVAILABLE if they don't come within `timeout_s`."""
         self._device = device
         self._aborted = False
-        self._store, self._size, self._rounds = store, size, 0
+        self._store, self._rank, self._size, self._rounds = store, rank, size, 0
         try:
             _meet(store, rank, size, timeout_s)
             self._backend = _backend(store, rank, size, device, timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise retryable(Reason.UNAVAILABLE, f"not all {size} ranks came: {error}") from error
+            raise retryable(Reason.UNAVAILABLE, f"rank {rank} did not meet all {size}: {error}") from error
         self._stream = _new_stream(device)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Work inside is ordered with the broadcasts and comes after what the device was given before."""
+        """Work inside is ordered with the broadcasts; the device's other work goes on beside it.
+
+        The sender's comes after what the device was given before: what it sends must be packed. A receiver waits for
+        nothing, since its buffers are its own and the engine beside it must not be waited for.
+        """
         if self._stream is None:
             yield
-        else:
-            with torch.cuda.device(self._device):
+            return
+        with torch.cuda.device(self._device):
+            if self._rank == SENDER:
                 self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
-                    yield
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def say_ready(self) -> None:
+        """Of a receiver, for the next round: our buffers are there."""
+        self._rounds += 1
+        self._store.set(f"ready/{self._rounds}/{self._rank}", "1")
 
     def await_ready(self, deadline: float) -> None:
-        """Wait until all receivers of the next round have their buffers. Raises UNAVAILABLE, DEADLINE."""
+        """Of the sender: wait until all receivers of the next round have said so. Raises UNAVAILABLE, DEADLINE."""
         self._rounds += 1
         keys = [f"ready/{self._rounds}/{rank}" for rank in range(1, self._size)]
         with self._failures(deadline):
@@ -99,7 +110,7 @@ class Group:
                 self._look(deadline)
 
     def broadcast(self, bucket: torch.Tensor, deadline: float) -> None:
-        """Send one bucket; on CUDA it is only queued. deadline: monotonic s. Raises UNAVAILABLE, DEADLINE."""
+        """Send or receive one bucket; on CUDA it is only queued. deadline: monotonic s. Raises UNAVAILABLE, DEADLINE."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = SENDER, 0, True
         with self._failures(deadline):
@@ -109,7 +120,7 @@ class Group:
             work.wait()  # on CUDA the stream waits, not we
 
     def finish(self, deadline: float) -> None:
-        """Wait until everything queued is sent. Raises UNAVAILABLE if the group broke, DEADLINE; it is aborted then."""
+        """Wait until everything queued is done. Raises UNAVAILABLE if the group broke, DEADLINE; it is aborted then."""
         if self._stream is None:
             return
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -121,7 +132,7 @@ class Group:
                 raise RuntimeError("aborted")
 
     def abort(self) -> None:
-        """Break the group, from any thread: all waiting ends. Idempotent."""
+        """Break the group, from any thread. Idempotent."""
         if not self._aborted:
             self._aborted = True
             self._backend.abort()
@@ -156,6 +167,17 @@ class Group:
             raise retryable(
                 Reason.DEADLINE if late else Reason.UNAVAILABLE, f"the refit's group broke: {error}"
             ) from error
+
+
+def join(
+    host: str, port: int, name: str, *, rank: int, size: int, device: torch.device, timeout_s: float
+) -> Group:
+    """Take a receiver's place in the group that meets as `name` at the sender's host:port. Blocks. Raises UNAVAILABLE."""
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise retryable(Reason.UNAVAILABLE, f"the sender at {host}:{port} is gone: {error}") from error
+    return Group(PrefixStore(name, store), rank, size, device, timeout_s)
 
 
 def _meet(store: Store, rank: int, size: int, timeout_s: float) -> None:

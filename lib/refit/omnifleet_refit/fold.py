@@ -1,4 +1,4 @@
-"""`omnifleet.wire.fold` on the device of the weights. The trainer has a twin; a test holds both to the definition.
+"""`omnifleet.wire.fold` on the device of the weights, computed by sender and receivers alike; a test holds it to the definition.
 
 On CUDA the row sums are one fused Triton kernel (int8 tensor cores, one pass over the bytes); elsewhere, and where
 Triton is not, torch's integer GEMM, which gives the same sums slowly.
@@ -39,7 +39,7 @@ def row_sums(bucket: torch.Tensor) -> torch.Tensor:
     matrix = bucket.view(torch.int8).view(rows, ROW_BYTES)
     if bucket.is_cuda and _TRITON:
         sums = torch.empty(rows, _WIDE, dtype=torch.int32, device=bucket.device)
-        from omnifleet_rollout.refit.fold_kernel import sum_rows
+        from omnifleet_refit.fold_kernel import sum_rows
 
         with torch.cuda.device(bucket.device):
             keys = _keys(bucket.device, _WIDE)
