@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 import grpc.aio
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+from omnifleet.wire.handlers import Handler, remade
+
 _ToBytes: TypeAlias = Callable[[Any], bytes]
 _FromBytes: TypeAlias = Callable[[bytes], Any]
 
@@ -41,22 +42,12 @@ class CountMessages(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(details)
         if handler is None:
             return handler
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[(bool(handler.request_streaming), bool(handler.response_streaming))]
-        behaviour: Any = (
-            handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        )
         boundary = boundary_of(str(details.method))
-        watched: Handler = make(
-            behaviour,
-            request_deserializer=_counted_in(handler.request_deserializer, self._meter, boundary),
-            response_serializer=_counted_out(handler.response_serializer, self._meter, boundary),
+        return remade(
+            handler,
+            deserialize=_counted_in(handler.request_deserializer, self._meter, boundary),
+            serialize=_counted_out(handler.response_serializer, self._meter, boundary),
         )
-        return watched
 
 
 class CountingChannel:

@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,10 +17,9 @@ from omnifleet.auth import Tokens, allowed
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.wire import common_pb2
 from omnifleet.wire.errors import STATUS, TRAILER, to_detail
+from omnifleet.wire.handlers import Handler, behaviour_of, remade
 
 log = logging.getLogger("omnifleet.wire")
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 MESSAGE_BYTES = 16 << 20
 """Largest single message, both directions, both sides. Tensors and media go in chunks of CHUNK_BYTES."""
@@ -83,9 +82,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExcepti
 
 
 def _wrap(handler: Handler, refusal: OmnifleetError | None) -> Handler:
-    behaviour: Any = (
-        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    )
+    behaviour = behaviour_of(handler)
 
     async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
@@ -108,18 +105,7 @@ def _wrap(handler: Handler, refusal: OmnifleetError | None) -> Handler:
         except (OmnifleetError, OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
             await _abort(context, error)
 
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[(handler.request_streaming, handler.response_streaming)]
-    wrapped: Handler = make(
-        stream if handler.response_streaming else unary,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
-    return wrapped
+    return remade(handler, behaviour=stream if handler.response_streaming else unary)
 
 
 @asynccontextmanager
