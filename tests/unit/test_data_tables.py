@@ -14,6 +14,7 @@ import pytest
 from omnifleet.config.recipe import SplitConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.data import load_split
+from omnifleet_trainer.data.lazy import ids_of
 from omnifleet_trainer.data.tables import Parquet, open_table
 
 ROWS = [{"question": f"how many {n}?", "answer": str(n), "level": n % 3} for n in range(25)]
@@ -134,3 +135,16 @@ def test_a_column_that_is_not_there_is_an_error_before_anything_starts(tmp_path:
     (tmp_path / "ask.txt").write_text("no place for the text")
     with pytest.raises(OmnifleetError, match=r"no \{\} for the text"):
         load_split(_custom(path, prompt=tmp_path / "ask.txt"), seed=0)
+
+
+def test_a_part_of_a_set_is_as_lazy_as_the_set(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"q{n}", "answer": "a"}) for n in range(9))
+    )
+    rows = load_split(_custom(tmp_path / "rows.jsonl", size=6), seed=0)
+    part = rows[1::2]
+    (tmp_path / "rows.jsonl").unlink()  # nothing was read ahead
+    assert (len(rows), len(part)) == (6, 3)
+    assert ids_of(part) == [f"custom/train/{at:08d}" for at in (1, 3, 5)]
+    with pytest.raises(FileNotFoundError):
+        part[0]

@@ -7,11 +7,12 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from PIL import Image
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet_trainer.data.lazy import LazyRows
 from omnifleet_trainer.data.rows import PromptRow, png
 from omnifleet_trainer.data.sets import SetRows, known_split, shuffled
 from omnifleet_trainer.data.tables import open_table
@@ -28,7 +29,7 @@ GENERIC_PROMPT = set_template("clevr-cogent")
 SYNTHETIC_ROWS = 4096
 
 
-class ClevrRows(Sequence[PromptRow]):
+class ClevrRows(LazyRows):
     """Rows ``{image, problem, solution}`` as prompt rows, turned one at a time when asked for."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], *, prefix: str, prompt: str, task: str) -> None:
@@ -37,22 +38,13 @@ class ClevrRows(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def prompt_ids(self) -> list[str]:
-        """All ids in order, without touching a picture."""
-        return [f"{self._prefix}/{at:06d}" for at in range(len(self))]
+    def _id(self, at: int) -> str:
+        return f"{self._prefix}/{at:06d}"
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
+    def _row(self, at: int) -> PromptRow:
         row = self._rows[at]
         return PromptRow(
-            prompt_id=f"{self._prefix}/{at:06d}",
+            prompt_id=self._id(at),
             text=self._prompt.format(row["problem"]),
             images=(_png_of(row["image"]),),
             answer=bare_answer(row["solution"]),

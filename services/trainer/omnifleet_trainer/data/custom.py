@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet_trainer.data.lazy import LazyRows
 from omnifleet_trainer.data.rows import PromptRow
 from omnifleet_trainer.data.tables import Table
 
 _PICTURE_BYTES = 64 << 20
 
 
-class CustomRows(Sequence[PromptRow]):
+class CustomRows(LazyRows):
     """A table's rows, turned one at a time when asked for.
 
     columns: field -> column, of `text`, `answer` and, where there are, `images` (one or a list) and `id`; other columns
@@ -37,27 +38,16 @@ class CustomRows(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._table)
 
-    @property
-    def prompt_ids(self) -> list[str]:
-        """All ids in order; reads no row unless the table has a column of ids."""
+    def _id(self, at: int) -> str:
+        """Reads the row only where the table has a column of ids."""
         column = self._columns.get("id")
-        if column is None:
-            return [f"{self._prefix}/{at:08d}" for at in range(len(self))]
-        return [f"{self._prefix}/{self._table.row(at)[column]}" for at in range(len(self))]
+        return f"{self._prefix}/{f'{at:08d}' if column is None else self._table.row(at)[column]}"
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
+    def _row(self, at: int) -> PromptRow:
         row = self._table.row(at)
-        name = row[self._columns["id"]] if "id" in self._columns else f"{at:08d}"
         taken = set(self._columns.values())
         return PromptRow(
-            prompt_id=f"{self._prefix}/{name}",
+            prompt_id=self._id(at),
             text=self._prompt.replace("{}", str(self._field(row, "text", at))),
             images=tuple(self._pictures(row, at)),
             answer=str(self._field(row, "answer", at)),

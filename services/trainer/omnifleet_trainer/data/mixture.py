@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import overload
 
 import numpy as np
 
 from omnifleet.errors import Reason, invalid
+from omnifleet_trainer.data.lazy import LazyRows, ids_of
 from omnifleet_trainer.data.rows import PromptRow
 
 
-class Mixture(Sequence[PromptRow]):
+class Mixture(LazyRows):
     """All rows of all sets, one after the other; `epoch_order` says which of them an epoch shows.
 
     shares: how often each set is picked, relative. An epoch shows the set with the fewest rows for its share once;
@@ -34,7 +34,7 @@ class Mixture(Sequence[PromptRow]):
                 knob="data.train.weight",
                 reason=Reason.INVALID_CONFIG,
             )
-        self._starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        self._starts: list[int] = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         self._taken = sizes if shares is None else _rows_an_epoch(sizes, shares)
 
     def __len__(self) -> int:
@@ -43,19 +43,11 @@ class Mixture(Sequence[PromptRow]):
     @property
     def prompt_ids(self) -> list[str]:
         """All ids in order."""
-        return [name for rows in self._sets for name in _ids(rows)]
+        return [name for rows in self._sets for name in ids_of(rows)]
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
+    def _row(self, at: int) -> PromptRow:
         place = bisect.bisect_right(self._starts, at) - 1
-        row: PromptRow = self._sets[place][at - self._starts[place]]
-        return row
+        return self._sets[place][at - self._starts[place]]
 
     def epoch_order(self, seed: int, epoch: int) -> list[int]:
         """Row numbers of an epoch, in the order of training."""
@@ -82,8 +74,3 @@ class Mixture(Sequence[PromptRow]):
 def _rows_an_epoch(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
     length = min(size / share for size, share in zip(sizes, shares, strict=True))
     return [max(1, min(size, int(share * length + 1e-9))) for size, share in zip(sizes, shares, strict=True)]
-
-
-def _ids(rows: Sequence[PromptRow]) -> list[str]:
-    known: list[str] | None = getattr(rows, "prompt_ids", None)
-    return known if known is not None else [row.prompt_id for row in rows]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 from omnifleet.config.recipe import SplitConfig
 from omnifleet.environments.environment import load_environment
 from omnifleet.environments.task import Task
 from omnifleet.errors import Reason, invalid
+from omnifleet_trainer.data.lazy import LazyRows
 from omnifleet_trainer.data.rows import PromptRow
 
 
-class TaskRows(Sequence[PromptRow]):
+class TaskRows(LazyRows):
     """Tasks turned into rows one at a time when asked for. Ids are the tasks' own, below `prefix`."""
 
     def __init__(self, tasks: Sequence[Task], *, prefix: str, task: str) -> None:
@@ -21,16 +21,13 @@ class TaskRows(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._tasks)
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        task = self._tasks[index]
+    def _id(self, at: int) -> str:
+        return f"{self._prefix}/{self._tasks[at].id}"
+
+    def _row(self, at: int) -> PromptRow:
+        task = self._tasks[at]
         return PromptRow(
-            prompt_id=f"{self._prefix}/{task.id}",
+            prompt_id=self._id(at),
             text=task.text,
             images=task.pictures,
             answer=task.answer,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import overload
 
+from omnifleet_trainer.data.lazy import LazyRows, ids_of
 from omnifleet_trainer.data.rows import PromptRow
 
 
-class Renamed(Sequence[PromptRow]):
+class Renamed(LazyRows):
     """The same rows and ids, `task` instead of the set's."""
 
     def __init__(self, rows: Sequence[PromptRow], task: str) -> None:
@@ -20,15 +20,8 @@ class Renamed(Sequence[PromptRow]):
 
     @property
     def prompt_ids(self) -> list[str]:
-        """All ids in order; reads a row only where the set knows no better."""
-        known: list[str] | None = getattr(self._rows, "prompt_ids", None)
-        return known if known is not None else [row.prompt_id for row in self._rows]
+        """All ids in order."""
+        return ids_of(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        return replace(self._rows[index], task=self._task)
+    def _row(self, at: int) -> PromptRow:
+        return replace(self._rows[at], task=self._task)

@@ -7,9 +7,10 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet_trainer.data.lazy import LazyRows
 from omnifleet_trainer.data.rows import PromptRow
 from omnifleet_trainer.data.tables import Table
 
@@ -19,7 +20,7 @@ Convert = Callable[[Mapping[str, Any], str], PromptRow]
 """(raw row, prompt id) -> prompt row. Raises OmnifleetError for a row that cannot be used."""
 
 
-class SetRows(Sequence[PromptRow]):
+class SetRows(LazyRows):
     """Rows of a table through `convert`. order: which rows, in which order; the id names a row's place in the table."""
 
     def __init__(self, table: Table, order: Sequence[int], *, prefix: str, convert: Convert) -> None:
@@ -28,22 +29,10 @@ class SetRows(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._order)
 
-    @property
-    def prompt_ids(self) -> list[str]:
-        """All ids in order, without reading a row."""
-        return [self._id(at) for at in range(len(self))]
-
     def _id(self, at: int) -> str:
         return f"{self._prefix}/{self._order[at]:08d}"
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
+    def _row(self, at: int) -> PromptRow:
         raw = self._table.row(self._order[at])
         try:
             return self._convert(raw, self._id(at))
