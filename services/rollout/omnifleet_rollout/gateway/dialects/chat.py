@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from omnifleet.client.rollout import Event
-from omnifleet.errors import invalid
-from omnifleet_rollout.gateway.conversation import ChatPrompt, Conversation
-from omnifleet_rollout.gateway.dialects.asking import ask
-from omnifleet_rollout.gateway.dialects.asking import events as events_of
+from omnifleet_rollout.gateway.conversation import Conversation
 from omnifleet_rollout.gateway.dialects.fields import ChatFields, Refused, StreamOptions, parse
 from omnifleet_rollout.gateway.dialects.reply import Choice, Piece, Reply
 from omnifleet_rollout.gateway.dialects.serving import read_body, streamed, until_gone, warned, whole
+from omnifleet_rollout.gateway.dialects.turn import open_turn
 from omnifleet_rollout.gateway.gateway import Gateway
-from omnifleet_rollout.gateway.parsing import Parsers
 
 _REFUSED: Refused = {
     "functions": (None, []),
@@ -48,8 +45,6 @@ class ChatRequest(ChatFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     return_tokens_as_token_ids: bool = False
-    tools: list[Any] | None = None
-    tool_choice: Any = None
 
     @property
     def samples(self) -> int:
@@ -60,27 +55,6 @@ class ChatRequest(ChatFields):
     def limit(self) -> int | None:
         """Longest reply asked for, tokens."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-
-def usable_tools(tools: Sequence[Any] | None, choice: Any, parsers: Parsers | None) -> list[dict[str, Any]]:
-    """The tools that the model is shown. Raises INVALID_REQUEST for what cannot be honoured."""
-    if choice not in (None, "none", "auto"):
-        raise invalid(
-            f"tool_choice {choice!r}: allowed are auto and none, since forcing a call would change the distribution that "
-            "the tokens are sampled from"
-        )
-    if not tools or choice == "none":
-        return []
-    if parsers is None or parsers.tool_class is None:
-        raise invalid(
-            "tools cannot be honoured here: no parser of tool calls is set", knob="gateway.tool_parser"
-        )
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        if not named or tool.get("type") != "function":
-            raise invalid(f"tools[{i}] must be a function with a name")
-    return list(tools)
 
 
 class Chat:
@@ -208,32 +182,8 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 async def _answer(gateway: Gateway, http: Request, request: ChatRequest) -> Response:
-    asked = ask(gateway, http, request)
-    parsers = await gateway.parsers.get()
-    tools = usable_tools(request.tools, request.tool_choice, parsers)
-    prompt = ChatPrompt(
-        request.messages,
-        tools,
-        request.chat_template_kwargs or {},
-        request.required_prefix_token_ids or (),
-        rerender=request.on_history_change == "rerender",
-    )
-    turn = await gateway.conversations.open(prompt, asked.who)
-    renderer = await gateway.renderer.get(gateway.config.request_timeout_s)
-    reply = Reply(
-        "chatcmpl",
-        request,
-        asked.sampling,
-        renderer,
-        asked.model,
-        parsers=parsers,
-        tools=tools,
-        template_kwargs=prompt.template_kwargs,
-    )
-    chat = Chat(gateway, request, reply, turn)
-    events = events_of(
-        gateway, asked, reply.id, turn.rendered, with_ids=reply.with_ids, stream=bool(request.stream)
-    )
+    opened = await open_turn(gateway, http, request, "chatcmpl", request.messages, request.tools)
+    chat = Chat(gateway, request, opened.reply, opened.turn)
     if request.stream:
-        return await streamed(events, chat.take, chat.end)
-    return await whole(events, chat.fold, chat.whole)
+        return await streamed(opened.events, chat.take, chat.end)
+    return await whole(opened.events, chat.fold, chat.whole)

@@ -136,6 +136,8 @@ class ChatFields(CommonFields):
     session's history is not what its exact tokens stand for.
     """
 
+    tools: list[Any] | None = None
+    tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     required_prefix_token_ids: list[int] | None = None
     on_history_change: Literal["refuse", "rerender"] = "refuse"

@@ -15,14 +15,12 @@ from pydantic import Field
 
 from omnifleet.client.rollout import Event
 from omnifleet.errors import invalid
-from omnifleet_rollout.gateway.conversation import ChatPrompt, Conversation
-from omnifleet_rollout.gateway.dialects.asking import ask
-from omnifleet_rollout.gateway.dialects.asking import events as events_of
-from omnifleet_rollout.gateway.dialects.chat import usable_tools
+from omnifleet_rollout.gateway.conversation import Conversation
 from omnifleet_rollout.gateway.dialects.fields import ChatFields, Refused, parse
 from omnifleet_rollout.gateway.dialects.items import chat_messages, chat_tools
 from omnifleet_rollout.gateway.dialects.reply import Choice, Piece, Reply
 from omnifleet_rollout.gateway.dialects.serving import read_body, streamed, until_gone, warned, whole
+from omnifleet_rollout.gateway.dialects.turn import open_turn
 from omnifleet_rollout.gateway.gateway import Gateway
 
 _REFUSED: Refused = {
@@ -49,8 +47,6 @@ class ResponsesRequest(ChatFields):
     input: str | list[Any]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     include: list[str] | None = None
 
     @property
@@ -268,33 +264,9 @@ def router(gateway: Gateway) -> APIRouter:
 async def _answer(gateway: Gateway, http: Request, request: ResponsesRequest) -> Response:
     if extra := sorted(set(request.include or ()) - {_LOGPROBS}):
         raise invalid(f"include {', '.join(extra)} cannot be honoured here; allowed is {_LOGPROBS}")
-    asked = ask(gateway, http, request)
-    parsers = await gateway.parsers.get()
-    tools = usable_tools(chat_tools(request.tools), request.tool_choice, parsers)
     messages = chat_messages(request.input, request.instructions)
-    prompt = ChatPrompt(
-        messages,
-        tools,
-        request.chat_template_kwargs or {},
-        request.required_prefix_token_ids or (),
-        rerender=request.on_history_change == "rerender",
-    )
-    turn = await gateway.conversations.open(prompt, asked.who)
-    renderer = await gateway.renderer.get(gateway.config.request_timeout_s)
-    reply = Reply(
-        "resp",
-        request,
-        asked.sampling,
-        renderer,
-        asked.model,
-        parsers=parsers,
-        tools=tools,
-        template_kwargs=prompt.template_kwargs,
-    )
-    answer = Responses(gateway, request, reply, turn)
-    events = events_of(
-        gateway, asked, reply.id, turn.rendered, with_ids=reply.with_ids, stream=bool(request.stream)
-    )
+    opened = await open_turn(gateway, http, request, "resp", messages, chat_tools(request.tools))
+    answer = Responses(gateway, request, opened.reply, opened.turn)
     if request.stream:
-        return await streamed(events, answer.take, answer.end, named=True)
-    return await whole(events, answer.fold, answer.whole)
+        return await streamed(opened.events, answer.take, answer.end, named=True)
+    return await whole(opened.events, answer.fold, answer.whole)
