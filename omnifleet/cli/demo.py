@@ -42,8 +42,9 @@ def demo(
     overrides = [f"run.name=demo-{seed}", f"run.root={runs}", f"run.seed={seed}"]
     overrides += [f"trainer.steps={steps}"] if steps else []
     _say("1/5", "the tiny model (made and warm-started once, then cached)")
+    asked = time.time()
     recipe = resolve_model(RECIPE, overrides)
-    _say_warm_start(Path(recipe.model.path))
+    _say_warm_start(Path(recipe.model.path), since=asked)
     _start_afresh(recipe.run_dir)
     _say("2/5", f"services: media, reward, gateway, {recipe.rollout.workers} rollout workers (vLLM on CPU)")
     run_dir = start_services(recipe)
@@ -68,12 +69,14 @@ def _say(number: str, what: str) -> None:
     console.print(f"[bold]\\[{number}][/bold] {what}", soft_wrap=True)
 
 
-def _say_warm_start(model: Path) -> None:
-    warm = read_mapping(model / "warmstart.json")
-    if warm:
+def _say_warm_start(model: Path, *, since: float) -> None:
+    """Of a cached model: one that was made just now has told it itself."""
+    told = model / "warmstart.json"
+    warm = read_mapping(told)
+    if warm and told.stat().st_mtime < since:
         steps = sum(int(warm.get(f"{lesson}_steps", 0)) for lesson in ("see", "answer", "careless"))
         console.print(
-            f"      its warm start, when it was made: {steps} supervised steps in {warm['seconds']:.0f} s, "
+            f"      cached; its warm start: {steps} supervised steps in {warm['seconds']:.0f} s, "
             f"held-out reward {warm['greedy']:.2f} greedy, {warm['sampled']:.2f} sampled"
         )
 

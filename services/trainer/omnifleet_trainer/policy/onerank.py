@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from omnifleet_trainer.policy.step import response_logprobs, train_step
 from omnifleet_trainer.policy.vision import Vision
 
 
-class OneRankPolicy:
+class OneRankPolicy(ABC):
     """The shared half of `Policy`. A backend sets the attributes below, and brings `_forward`, `_update`, `_state`,
     `describe`, `export`, `load`, `offload`, `onload` and `close`.
 
@@ -73,17 +74,17 @@ class OneRankPolicy:
             else torch.device("cpu")
         )
 
+    @abstractmethod
     def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
         """See `passes.Forward`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _update(self) -> float:
         """See `step.Update`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Master weights by checkpoint name, without a copy where that can be."""
-        raise NotImplementedError
 
     def logprobs(self, batch: StepBatch) -> list[npt.NDArray[np.float32]]:
         """See `Policy`."""

@@ -129,7 +129,7 @@ def warm_start(folder: Path, *, seed: int = 0, lessons: Lessons | None = None) -
             torch.set_num_threads(threads)
     console.print(
         f"warm start: {report.seconds:.0f} s, held-out reward {report.greedy:.2f} greedy, "
-        f"{report.sampled:.2f} sampled (could reach {report.skill:.2f})"
+        f"{report.sampled:.2f} sampled ({report.skill:.2f} before the careless teacher)"
     )
     return report
 
@@ -258,7 +258,7 @@ class _Course:
         )
         stream = scenes("train", self.rng)
         steps = self.lessons.see_steps
-        bar = self.progress.add_task("see", total=steps)
+        bar = self.progress.add_task("warm start: see pictures", total=steps)
         for step in range(steps):
             batch = [next(stream) for _ in range(self.lessons.batch // 2)]
             colour = torch.full((len(batch), CELLS), len(COLOURS))
@@ -290,7 +290,7 @@ class _Course:
 
     def _answer(self) -> int:
         steps = self.lessons.answer_steps
-        bar = self.progress.add_task("answer", total=steps)
+        bar = self.progress.add_task("warm start: answer", total=steps)
         for step in range(steps):
             gone = max(step / steps, self._spent() / 0.75)
             if gone >= 1:
@@ -306,7 +306,7 @@ class _Course:
 
     def _careless(self) -> int:
         steps = self.lessons.careless_steps
-        bar = self.progress.add_task("careless", total=steps)
+        bar = self.progress.add_task("warm start: a careless teacher", total=steps)
         for step in range(steps):
             if self._spent() >= 1:
                 return step
