@@ -3,24 +3,20 @@
 import asyncio
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from omnifleet.auth import Scope
-from omnifleet.client.fleet import FleetClient, Verb, WorkerView
+from omnifleet.client.fleet import FleetClient, Verb
 from omnifleet.client.rollout import RolloutClient
-from omnifleet.service import load_tokens, read_records, write_record
+from omnifleet.service import load_tokens, read_records
 from omnifleet.types import Identity, Sampling, WeightVersion, WorkerState
-from omnifleet.wire import fleet_pb2_grpc
-from omnifleet.wire.server import serving
-from omnifleet_rollout.fleet.registry import Registry
-from omnifleet_rollout.fleet.service import Fleet, FleetServicer
 from omnifleet_rollout.fleet.store import FleetStore
+from tests import support_fleet
+from tests.support_fleet import until
 
 COMMAND = "from omnifleet_rollout.cli import app; app()"
 
@@ -47,33 +43,9 @@ async def worker_process(run_dir: Path, *options: str) -> AsyncIterator[asyncio.
         await process.wait()
 
 
-@asynccontextmanager
-async def fleet_at(run_dir: Path, store: FleetStore) -> AsyncIterator[FleetClient]:
-    """The registry alone, as a gateway would serve it."""
-    registry = Registry(time.monotonic, heartbeat_s=0.05, suspect_after_s=2.0, dead_after_s=6.0)
-    store.load(registry)
-    fleet = Fleet(registry, store, look_every_s=0.1)
-    tokens = load_tokens(run_dir)
-
-    def register(server: grpc.aio.Server) -> None:
-        fleet_pb2_grpc.add_FleetServicer_to_server(FleetServicer(fleet), server)
-
-    looking = asyncio.create_task(fleet.look())
-    async with serving("127.0.0.1:0", register, tokens=tokens, knob="listen", grace_s=0.1) as address:
-        write_record(run_dir, "gateway", grpc=address)
-        async with FleetClient.open(address, tokens.secret(Scope.OPERATOR)) as client:
-            yield client
-        fleet.close()
-    looking.cancel()
-
-
-async def until(client: FleetClient, wanted: Callable[[WorkerView], bool]) -> WorkerView:
-    async with asyncio.timeout(20):
-        async for view in client.watch(include_gone=True):
-            for worker in view.workers:
-                if wanted(worker):
-                    return worker
-    raise AssertionError("the watch ended")
+def fleet_at(run_dir: Path, store: FleetStore) -> AbstractAsyncContextManager[FleetClient]:
+    """A registry with some patience."""
+    return support_fleet.fleet_at(run_dir, store, heartbeat_s=0.05, suspect_after_s=2.0, dead_after_s=6.0)
 
 
 @pytest.fixture

@@ -5,23 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
-from omnifleet.auth import Scope
 from omnifleet.client.fleet import FleetClient, Verb, WorkerView
-from omnifleet.service import load_tokens, write_record
 from omnifleet.types import WorkerState
-from omnifleet.wire import fleet_pb2_grpc
-from omnifleet.wire.server import serving
-from omnifleet_rollout.fleet.registry import Registry
-from omnifleet_rollout.fleet.service import Fleet, FleetServicer
 from omnifleet_rollout.fleet.store import FleetStore
+from tests import support_fleet
+from tests.support_fleet import until
 
 BUSY_S = 5
 """How long a test keeps a worker from its event loop: well over DEAD_S."""
@@ -55,32 +49,13 @@ async def worker(run_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
 
 @asynccontextmanager
 async def fleet_at(run_dir: Path) -> AsyncIterator[FleetClient]:
-    """The registry alone, as a gateway would serve it, with little patience."""
-    registry = Registry(time.monotonic, heartbeat_s=0.1, suspect_after_s=0.5, dead_after_s=DEAD_S)
+    """A registry with little patience."""
     store = FleetStore(run_dir / "fleet.sqlite")
-    fleet = Fleet(registry, store, look_every_s=0.1)
-    tokens = load_tokens(run_dir)
-
-    def register(server: grpc.aio.Server) -> None:
-        fleet_pb2_grpc.add_FleetServicer_to_server(FleetServicer(fleet), server)
-
-    looking = asyncio.create_task(fleet.look())
-    async with serving("127.0.0.1:0", register, tokens=tokens, knob="listen", grace_s=0.1) as address:
-        write_record(run_dir, "gateway", grpc=address)
-        async with FleetClient.open(address, tokens.secret(Scope.OPERATOR)) as client:
-            yield client
-        fleet.close()
-    looking.cancel()
+    async with support_fleet.fleet_at(
+        run_dir, store, heartbeat_s=0.1, suspect_after_s=0.5, dead_after_s=DEAD_S
+    ) as client:
+        yield client
     store.close()
-
-
-async def until(client: FleetClient, wanted: Callable[[WorkerView], bool]) -> WorkerView:
-    async with asyncio.timeout(60):
-        async for view in client.watch(include_gone=True):
-            for found in view.workers:
-                if wanted(found):
-                    return found
-    raise AssertionError("the watch ended")
 
 
 def is_ready(view: WorkerView) -> bool:
