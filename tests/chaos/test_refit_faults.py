@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from omnifleet.client.refit import RefitClient  # noqa: E402
-from omnifleet.errors import OmnifleetError, Reason  # noqa: E402
-from omnifleet.types import InFlight  # noqa: E402
-from tests.refit_world import (  # noqa: E402
+from omnifleet.client.refit import RefitClient
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import InFlight
+from tests.refit_world import (
     DEADLINE_S,
     Remote,
     Sender,

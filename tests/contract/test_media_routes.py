@@ -25,8 +25,6 @@ import pytest_asyncio
 from google.protobuf.json_format import MessageToDict
 from PIL import Image
 
-pytest.importorskip("torchcodec")
-
 from omnifleet.address import track_digest
 from omnifleet.client.media import MediaClient
 from omnifleet.errors import OmnifleetError, Reason

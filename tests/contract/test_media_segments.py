@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
 from omnifleet.address import processor_fingerprint, segment_key
 from omnifleet.client.media import MediaClient, read_tensors
@@ -19,8 +20,6 @@ from omnifleet.vision_grid import nemotron_clip_grid, qwen2vl_grid
 from omnifleet.wire import media_pb2
 from tests.contract.media_world import png, running, served
 from tests.media_files import greys, h264
-
-transformers = pytest.importorskip("transformers")
 
 CONFIG = {
     "patch_size": 14,
@@ -97,7 +96,6 @@ async def is_made_once(near: MediaClient, far: MediaClient) -> None:
 
 
 async def is_the_same_for_clips(near: MediaClient, far: MediaClient) -> None:
-    pytest.importorskip("torchcodec")
     contract = media_pb2.DecodeContract(sampling="nemotron_vl@1", num_frames=5, temporal_patch=2)
     reply = await near.put(h264(greys(24)), "run", kind=MediaKind.VIDEO, contract=contract)
     ref = MediaRef(MediaKind.VIDEO, Digest(reply.ref.digest))

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from omnifleet.auth import OPEN  # noqa: E402
-from omnifleet.types import InFlight  # noqa: E402
-from omnifleet.wire import fleet_pb2_grpc  # noqa: E402
-from omnifleet.wire.server import serving  # noqa: E402
-from omnifleet_trainer.refit.broadcast import BroadcastSender  # noqa: E402
-from tests.refit_registry import Registry  # noqa: E402
-from tests.refit_world import CPU, MOVES, Receiving, receiving, tensors, write_checkpoint  # noqa: E402
+from omnifleet.auth import OPEN
+from omnifleet.types import InFlight
+from omnifleet.wire import fleet_pb2_grpc
+from omnifleet.wire.server import serving
+from omnifleet_trainer.refit.broadcast import BroadcastSender
+from tests.refit_registry import Registry
+from tests.refit_world import CPU, MOVES, Receiving, receiving, tensors, write_checkpoint
 
 
 @dataclass

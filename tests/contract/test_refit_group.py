@@ -6,16 +6,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from omnifleet.errors import OmnifleetError, Reason  # noqa: E402
-from omnifleet.types import InFlight, WeightVersion  # noqa: E402
-from omnifleet.wire import refit_pb2  # noqa: E402
-from omnifleet.wire.manifest import UNVERIFIED  # noqa: E402
-from omnifleet_trainer.refit.courier import Order  # noqa: E402
-from omnifleet_trainer.refit.snapshot import Shipment  # noqa: E402
-from tests.refit_world import (  # noqa: E402
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import InFlight, WeightVersion
+from omnifleet.wire import refit_pb2
+from omnifleet.wire.manifest import UNVERIFIED
+from omnifleet_trainer.refit.courier import Order
+from omnifleet_trainer.refit.snapshot import Shipment
+from tests.refit_world import (
     DEADLINE_S,
     Receiving,
     Sender,

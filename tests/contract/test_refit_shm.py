@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from omnifleet.client.refit import File  # noqa: E402
-from omnifleet.errors import OmnifleetError, Reason  # noqa: E402
-from omnifleet.types import InFlight, WeightVersion  # noqa: E402
-from omnifleet.wire import refit_pb2  # noqa: E402
-from omnifleet_trainer.refit.release import Parcel, first_release  # noqa: E402
-from tests.refit_world import DEADLINE_S, Receiving, receiving, tensors, write_checkpoint  # noqa: E402
+from omnifleet.client.refit import File
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.types import InFlight, WeightVersion
+from omnifleet.wire import refit_pb2
+from omnifleet_trainer.refit.release import Parcel, first_release
+from tests.refit_world import DEADLINE_S, Receiving, receiving, tensors, write_checkpoint
 
 SHM = Path("/dev/shm")
 

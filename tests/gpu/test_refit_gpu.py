@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from omnifleet.auth import OPEN  # noqa: E402
-from omnifleet.client.refit import RefitClient  # noqa: E402
-from omnifleet.config.services import RolloutConfig  # noqa: E402
-from omnifleet.telemetry.counters import Counters  # noqa: E402
-from omnifleet.types import InFlight, WeightVersion  # noqa: E402
-from omnifleet.wire import refit_pb2_grpc  # noqa: E402
-from omnifleet.wire.manifest import base_version  # noqa: E402
-from omnifleet.wire.server import serving  # noqa: E402
-from omnifleet_refit.group import Meeting  # noqa: E402
-from omnifleet_trainer.refit.courier import Courier, Order  # noqa: E402
-from omnifleet_trainer.refit.snapshot import Shipment, Snapshot  # noqa: E402
+from omnifleet.auth import OPEN
+from omnifleet.client.refit import RefitClient
+from omnifleet.config.services import RolloutConfig
+from omnifleet.telemetry.counters import Counters
+from omnifleet.types import InFlight, WeightVersion
+from omnifleet.wire import refit_pb2_grpc
+from omnifleet.wire.manifest import base_version
+from omnifleet.wire.server import serving
+from omnifleet_refit.group import Meeting
+from omnifleet_trainer.refit.courier import Courier, Order
+from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 ENGINE = {

@@ -214,7 +214,9 @@ async def test_cancelling_an_episode_frees_its_place_and_a_pool_says_what_it_can
     async with Pool(cast, processes=1, episodes=1, hang_s=60.0) as pool:
         first = asyncio.create_task(pool.play(order(Task("s", "sleep"))))
         second = asyncio.create_task(pool.play(order(Task("r", "raise"))))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(
+            0.1
+        )  # in which a pool without bounds would have played it: nothing tells that it waits
         assert not second.done()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torchcodec")
-
 from omnifleet.address import track_digest
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import MediaKind

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("torchcodec")
-
 from omnifleet.address import frame_digest
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.decode import picture

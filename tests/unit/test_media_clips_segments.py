@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load
 
 from omnifleet.errors import OmnifleetError, Reason
@@ -20,8 +21,6 @@ from omnifleet.vision_grid import (
     qwen2vl_grid,
 )
 from omnifleet_media.segment.work import work
-
-transformers = pytest.importorskip("transformers")
 
 QWEN: dict[str, Any] = {
     "patch_size": 14,

@@ -207,7 +207,6 @@ async def damage_costs_no_process(clips: ProcessPool) -> None:
 
 
 async def test_vid_17_clips_leak_nothing_and_damage_costs_no_process() -> None:
-    pytest.importorskip("torchcodec")
     async with pool("clips") as clips:
         await damage_costs_no_process(clips)
         await leaks_nothing(clips, 80, 240)
@@ -215,6 +214,5 @@ async def test_vid_17_clips_leak_nothing_and_damage_costs_no_process() -> None:
 
 @pytest.mark.soak
 async def test_vid_17_two_thousand_clips_leak_nothing() -> None:
-    pytest.importorskip("torchcodec")
     async with pool("clips") as clips:
         await leaks_nothing(clips, 200, 2_000)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnifleet.wire.fold import LANES, ROW_BYTES, fold_digest, fold_keys
-
-torch = pytest.importorskip("torch")
-
-from omnifleet_refit.fold import as_hex, fold  # noqa: E402
+from omnifleet_refit.fold import as_hex, fold
 
 
 def padded(parts: list[bytes]) -> tuple[torch.Tensor, list[int]]:

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from omnifleet_rollout.refit.plan import NotPlannable, Plan, agrees, record, replay  # noqa: E402
+from omnifleet_rollout.refit.plan import NotPlannable, Plan, agrees, record, replay
 
 HIDDEN, EXPERTS, WORLD = 8, 3, 2
 Weights = dict[str, torch.Tensor]

@@ -359,7 +359,8 @@ def test_what_a_failing_iterator_wrote_is_removed(tmp_path: Path) -> None:
 
 
 def test_torch_and_numpy_tensors_have_the_same_bytes() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     ours, theirs = raw_tensor("x", values), raw_tensor("x", torch.from_numpy(values))
     assert (ours.dtype, ours.shape, bytes(ours.data)) == (theirs.dtype, theirs.shape, bytes(theirs.data))

@@ -40,7 +40,6 @@ def write_all(sink: Sink, tmp_path: Path) -> None:
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (sink,) = opened(tmp_path, "tensorboard")
@@ -54,7 +53,6 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     (sink,) = opened(tmp_path, "wandb")
@@ -67,7 +65,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mlflow_in_the_runs_folder(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
+
     (sink,) = opened(tmp_path, "mlflow")
     write_all(sink, tmp_path)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
