@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.port import ProcessSpec
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _POLL_S = 0.02
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+_BOUND = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; kept by exec
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the command, bound to its parent's life. In a program of its own and not between fork and exec: Python code
+there runs the fork handlers of libraries, and gRPC's abort where other threads are inside it."""
 
 
 class LocalHandle:
@@ -65,16 +68,21 @@ class LocalLauncher:
     def start(self, spec: ProcessSpec) -> LocalHandle:
         """Start `spec`, output into its log. Raises UNAVAILABLE if the command cannot be started."""
         spec.log.parent.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, **spec.env}
+        if shutil.which(spec.command[0], path=env.get("PATH")) is None:
+            raise OmnifleetError(
+                Reason.UNAVAILABLE, f"cannot start {spec.name}: no command {spec.command[0]}"
+            )
+        bound = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *spec.command]
         try:
             with spec.log.open("ab") as log:
                 process = subprocess.Popen(
-                    spec.command,
-                    env={**os.environ, **spec.env},
+                    bound,
+                    env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
                 )
         except OSError as error:
             raise OmnifleetError(Reason.UNAVAILABLE, f"cannot start {spec.name}: {error}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
+import grpc.aio
 import pytest
 
 from omnifleet.cli.run import _wait_ready
@@ -201,3 +205,28 @@ async def test_a_worker_that_finds_no_place_does_not_end_the_supervisor(tmp_path
     await supervisor._follow_fleet()
     assert not supervisor._workers and not supervisor.failure
     assert supervisor._worker_retry_at > time.monotonic()
+
+
+async def test_processes_start_whole_while_grpc_is_busy_in_other_threads(tmp_path: Path) -> None:
+    """Between fork and exec gRPC's fork handlers abort half of them: a worker was then gone without a word."""
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    done = asyncio.Event()
+
+    async def call() -> None:
+        while not done.is_set():
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                with contextlib.suppress(grpc.RpcError):
+                    await channel.unary_unary("/none/none")(b"", timeout=0.05)
+
+    calls = [asyncio.create_task(call()) for _ in range(4)]
+    handles = []
+    for number in range(40):
+        handles.append(LocalLauncher().start(ProcessSpec(f"p{number}", ["/bin/true"], {}, tmp_path / "log")))
+        await asyncio.sleep(0)
+    codes = [await asyncio.to_thread(handle._process.wait, 60) for handle in handles]
+    done.set()
+    await asyncio.gather(*calls)
+    await server.stop(None)
+    assert codes == [0] * 40, (tmp_path / "log").read_text()[:2000]

@@ -73,9 +73,21 @@ class Courier:
                     "the group of %s breaks and all its members answer: one by one", ", ".join(waiting)
                 )
                 for id, order in waiting.items():
-                    outcomes |= await self._round({id: order}, buckets, deadline_s)
+                    outcomes[id] = await self._alone(id, order, buckets, deadline_s)
                 return outcomes
         return outcomes
+
+    async def _alone(
+        self, id: str, order: Order, buckets: Sequence[torch.Tensor], deadline_s: float
+    ) -> Outcome:
+        """A round with one worker, again for as long as it is still leaving the group that broke."""
+        end = time.monotonic() + deadline_s
+        while True:
+            outcome = (await self._round({id: order}, buckets, deadline_s))[id]
+            leaving = isinstance(outcome, OmnifleetError) and outcome.reason is Reason.CONFLICT
+            if not leaving or time.monotonic() > end:
+                return outcome
+            await asyncio.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
