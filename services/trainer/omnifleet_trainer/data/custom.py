@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import Reason, invalid
 from omnifleet_trainer.data.lazy import LazyRows
 from omnifleet_trainer.data.rows import PromptRow
+from omnifleet_trainer.data.sets import Pictures
 from omnifleet_trainer.data.tables import Table
-
-_PICTURE_BYTES = 64 << 20
 
 
 class CustomRows(LazyRows):
@@ -28,7 +27,7 @@ class CustomRows(LazyRows):
         self, table: Table, *, prefix: str, columns: Mapping[str, str], prompt: str, task: str, folder: Path
     ) -> None:
         self._table, self._prefix, self._columns = table, prefix, dict(columns)
-        self._prompt, self._task, self._folder = prompt, task, folder.resolve()
+        self._prompt, self._task, self._files = prompt, task, Pictures(folder)
         missing = {"text", "answer"} - self._columns.keys()
         if missing:
             raise invalid(f"columns must name {', '.join(sorted(missing))}", knob="data.train.columns")
@@ -94,22 +93,7 @@ class CustomRows(LazyRows):
                 return base64.b64decode(picture.partition(",")[2], validate=True)
             except binascii.Error as error:
                 raise invalid(f"{self._prefix}, row {at}: {error}", reason=Reason.INVALID_MEDIA) from error
-        return self._read(picture, at)
-
-    def _read(self, name: str, at: int) -> bytes:
-        path = (self._folder / name).resolve()
-        if not path.is_relative_to(self._folder):
-            raise OmnifleetError(
-                Reason.FORBIDDEN,
-                f"{self._prefix}, row {at}: {name} leads out of {self._folder}",
-                knob="data.train.path",
-            )
-        try:
-            if path.stat().st_size > _PICTURE_BYTES:
-                raise invalid(f"{path} has more than {_PICTURE_BYTES} bytes", reason=Reason.LIMIT_EXCEEDED)
-            return path.read_bytes()
-        except OSError as error:
-            raise invalid(f"{self._prefix}, row {at}: {error}", reason=Reason.INVALID_MEDIA) from error
+        return self._files.read(picture)
 
 
 def _is_json(value: Any) -> bool:
