@@ -39,7 +39,7 @@ class Cluster:
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
 
-    def start(self, script: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    def start(self, script: Path, *arguments: str, shell: str = "", **env: str) -> subprocess.Popen[str]:
         full = {
             "PATH": f"{self.folder}:/usr/bin:/bin",
             "CALLS": str(self.folder / "calls"),
@@ -50,9 +50,8 @@ class Cluster:
             **env,
         }
         pipe = subprocess.PIPE
-        return subprocess.Popen(
-            ["bash", str(script), *arguments], env=full, cwd=self.folder, stdout=pipe, stderr=pipe, text=True
-        )
+        command = ["bash", "-c", f'{shell}exec bash "$@"', "bash", str(script), *arguments]
+        return subprocess.Popen(command, env=full, cwd=self.folder, stdout=pipe, stderr=pipe, text=True)
 
     def run(self, script: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         process = self.start(script, *arguments, **env)
@@ -115,8 +114,9 @@ def test_ray_is_stopped_however_training_ends(cluster: Cluster) -> None:
     assert len(cluster.calls("ray stopped")) == 3
 
 
-def test_sigterm_lets_the_trainer_write_a_checkpoint_first(cluster: Cluster) -> None:
-    process = cluster.start(SCRIPT, "omni", TRAIN_WAITS="1")
+@pytest.mark.parametrize("shell", ["", "trap '' INT; "], ids=["plain", "SIGINT ignored, as by nohup"])
+def test_sigterm_lets_the_trainer_write_a_checkpoint_first(cluster: Cluster, shell: str) -> None:
+    process = cluster.start(SCRIPT, "omni", shell=shell, TRAIN_WAITS="1")
     wait_until(lambda: (cluster.folder / "calls.training").exists())
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=90)
