@@ -1,4 +1,7 @@
-"""Two GPUs: the trainer's half here on the first one, a worker with a vLLM engine for each size on the second."""
+"""The trainer's half here on the first GPU, a worker with a vLLM engine for each size on the second, or on the same one.
+
+Two GPUs: transport `nccl`, beside a raw NCCL broadcast. One GPU: `cuda_ipc`, beside a copy within the device.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,9 @@ from omnifleet.errors import OmnifleetError
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet_refit.fold import fold
 from omnifleet_refit.group import Meeting
-from omnifleet_trainer.refit.courier import Courier, Order
-from omnifleet_trainer.refit.snapshot import Snapshot
+from omnifleet_trainer.refit.courier import Courier, Order, Outcome
+from omnifleet_trainer.refit.handles import handles
+from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
 
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda", 0)
@@ -104,7 +108,7 @@ def worker(size: str, folder: Path) -> Iterator[Child]:
     engine = json.dumps({**ENGINE, "kv_cache_memory_bytes": KV_BYTES[size]})
     env = dict(
         os.environ,
-        CUDA_VISIBLE_DEVICES="1",
+        CUDA_VISIBLE_DEVICES=str(torch.cuda.device_count() - 1),
         OMNIFLEET_REFIT_UNVERIFIED="1",
         VLLM_USE_FLASHINFER_SAMPLER="0",
         NCCL_NVLS_ENABLE="0",
@@ -147,6 +151,19 @@ def raw_rate(meeting: Meeting) -> float:
     return RAW_BYTES * RAW_TIMES / seconds / 1e9
 
 
+def copy_rate() -> float:
+    """GB/s of a copy of one bucket within the device."""
+    source = torch.randint(0, 256, (RAW_BYTES,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize(DEVICE)
+    began = time.monotonic()
+    for _ in range(RAW_TIMES):
+        target.copy_(source)
+    torch.cuda.synchronize(DEVICE)
+    return RAW_BYTES * RAW_TIMES / (time.monotonic() - began) / 1e9
+
+
 def fold_rate() -> float:
     """GB/s of the device checksum of one bucket with 16 tensors."""
     bucket = torch.randint(0, 256, (RAW_BYTES,), dtype=torch.uint8, device=DEVICE)
@@ -169,6 +186,16 @@ def change(child: Child, step: int) -> None:
     torch.cuda.synchronize(DEVICE)
 
 
+async def send(client: RefitClient, shipment: Shipment, snapshot: Snapshot, courier: Courier) -> Outcome:
+    """Stage on the worker; `courier.began` is when the first bucket was there to be taken."""
+    buckets = [snapshot.buckets[i] for i in shipment.buckets]
+    if torch.cuda.device_count() > 1:
+        return (await courier.stage({"w": Order(client, shipment)}, buckets, DEADLINE_S))["w"]
+    source = handles(buckets, DEVICE)
+    courier.began = time.monotonic()
+    return await client.stage(shipment.manifest, source, deadline_s=DEADLINE_S)
+
+
 async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
     """A first refit, which checks the plan against the loader, then `times` verified and `times` unverified ones."""
     rows = []
@@ -185,15 +212,14 @@ async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
                 torch.cuda.synchronize(DEVICE)
                 packed = time.monotonic() - began
                 shipment = snapshot.shipment(WeightVersion("bench", "a", number), parent, None, False)
-                buckets = [snapshot.buckets[i] for i in shipment.buckets]
                 await asyncio.sleep(0.3)
                 child.gap()
                 began = time.monotonic()
-                outcomes = await courier.stage({"w": Order(client, shipment)}, buckets, DEADLINE_S)
-                if isinstance(outcomes["w"], OmnifleetError):
-                    raise outcomes["w"]
+                outcome = await send(client, shipment, snapshot, courier)
+                if isinstance(outcome, OmnifleetError):
+                    raise outcome
                 staged = time.monotonic()
-                commit = await client.commit(outcomes["w"], InFlight.KEEP, deadline_s=DEADLINE_S)
+                commit = await client.commit(outcome, InFlight.KEEP, deadline_s=DEADLINE_S)
                 done = time.monotonic()
                 handshake, began = courier.began - began, courier.began
                 await asyncio.sleep(0.2)
@@ -290,8 +316,9 @@ async def measure(sizes: list[str], times: int) -> tuple[float, list[Row]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         children = [stack.enter_context(worker(size, folder)) for size in sizes]
-        raw = await asyncio.to_thread(raw_rate, meeting)
-        print(f"raw NCCL broadcast of 256 MiB: {raw:.1f} GB/s", flush=True)
+        alone = torch.cuda.device_count() == 1
+        raw = copy_rate() if alone else await asyncio.to_thread(raw_rate, meeting)
+        print(f"raw {'copy' if alone else 'NCCL broadcast'} of 256 MiB: {raw:.1f} GB/s", flush=True)
         print(f"device checksum of 256 MiB: {fold_rate():.0f} GB/s", flush=True)
         for child in children:
             ready = child.read()
@@ -300,7 +327,8 @@ async def measure(sizes: list[str], times: int) -> tuple[float, list[Row]]:
         for child in children:
             try:
                 rows += await ours(child, meeting, times)
-                rows.append(await asyncio.to_thread(stock, child, times))
+                if not alone:  # NCCL takes no two ranks on one GPU
+                    rows.append(await asyncio.to_thread(stock, child, times))
             except Exception as error:  # noqa: BLE001  the other sizes are still worth their measure
                 print(f"{child.size} FAILED: {error!r}\n{child.log.read_text()[-3000:]}", flush=True)
             child.weights.clear()

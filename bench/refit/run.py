@@ -1,4 +1,4 @@
-"""Refit, measured: `python bench/refit/run.py` on a CPU, `python bench/refit/run.py --device cuda` on two GPUs.
+"""Refit, measured: `python bench/refit/run.py` on a CPU, with `--device cuda` on GPUs (two: `nccl`; one: `cuda_ipc`).
 
 One table. GB/s on GPUs: bytes delivered (and verified, where it says so) over the time from the first bucket to the commit;
 gate: the longest time without any token of eight running requests.
@@ -24,7 +24,7 @@ def print_gpu(sizes: list[str], times: int) -> None:
     import gpu
 
     raw, rows = asyncio.run(gpu.measure(sizes, times))
-    print(f"\nraw NCCL broadcast: {raw:.1f} GB/s; medians of {times}")
+    print(f"\nraw: {raw:.1f} GB/s; medians of {times}")
     print("| size | path | GB | s | GB/s | of raw | of stock | gate ms | commit ms | pack ms |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
