@@ -169,6 +169,7 @@ class Sample:
 
     token_ids, logprobs: one entry per generated token (logprob of the sampled token, natural log).
     spans: cover [0, len(token_ids)) without gaps.
+    routed_experts, sampling_mask: safetensors as the engine's worker wrote them; empty where it returns none.
     """
 
     index: int
@@ -178,6 +179,8 @@ class Sample:
     text: str = ""
     finish_reason: FinishReason = FinishReason.STOP
     cached_prompt_tokens: int = 0
+    routed_experts: bytes = b""
+    sampling_mask: bytes = b""
 
     @property
     def oldest_version(self) -> int:
@@ -230,7 +233,7 @@ class Mark(StrEnum):
 class Trajectory:
     """One scored sample with everything the trainer needs to check and to train on it.
 
-    prompt_token_ids: expanded ids as the engine saw them. token_ids/logprobs/spans: as in Sample.
+    prompt_token_ids: expanded ids as the engine saw them. token_ids/logprobs/spans/routed_experts/sampling_mask: as in Sample.
     prompt, prompt_suffix, ground_truth, extra: what the reward was asked with beside the text, so that it can be again.
     mask: of an environment's episode: one entry a token, 0 = the environment's own words. Empty: the model wrote all.
     """
@@ -254,6 +257,8 @@ class Trajectory:
     prompt_suffix: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     mask: list[int] = field(default_factory=list)
+    routed_experts: bytes = b""
+    sampling_mask: bytes = b""
 
     @property
     def oldest_version(self) -> int:

@@ -75,13 +75,15 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One sample is complete; `spans` cover all its tokens."""
+    """One sample is complete; `spans` cover all its tokens. routed_experts, sampling_mask: see `omnifleet.types.Sample`."""
 
     sample: int
     finish_reason: FinishReason
     spans: list[VersionSpan]
     tokens: int
     cached_prompt_tokens: int
+    routed_experts: bytes = b""
+    sampling_mask: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +319,8 @@ def event_from_wire(message: rollout_pb2.GenerateEvent) -> Event:
                 spans_from_wire(done.spans),
                 done.tokens,
                 done.cached_prompt_tokens,
+                done.routed_experts,
+                done.sampling_mask,
             )
         case "failed":
             return Failed(message.sample, from_detail(message.failed.error))
@@ -366,6 +370,7 @@ async def _gather(events: AsyncIterator[Event], request_id: str, n: int) -> Gene
 def _finish(sample: Sample, done: Done, failures: dict[int, Exception]) -> None:
     sample.finish_reason, sample.spans = done.finish_reason, done.spans
     sample.cached_prompt_tokens = done.cached_prompt_tokens
+    sample.routed_experts, sample.sampling_mask = done.routed_experts, done.sampling_mask
     if not done.tokens == len(sample.token_ids) == len(sample.logprobs):
         failures[sample.index] = OmnifleetError(
             Reason.CORRUPT,

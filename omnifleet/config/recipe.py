@@ -399,6 +399,33 @@ class Recipe(StrictModel):
         if longest > self.rollout.engine.max_model_len:
             raise ValueError(
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} + sampling.max_tokens {self.sampling.max_tokens} "
+    @model_validator(mode="after")
+    def _replay_can(self) -> Recipe:
+        engine, sampling = self.rollout.engine, self.sampling
+        wanted = [n for n in ("return_routed_experts", "return_sampling_mask") if getattr(engine, n)]
+        if not wanted:
+            return self
+        if engine.return_sampling_mask and self.rollout.logprobs_mode is not LogprobsMode.PROCESSED:
+            raise ValueError(
+                "rollout.engine.return_sampling_mask is of the distribution after filters: set rollout.logprobs_mode = processed"
+            )
+        if engine.return_sampling_mask and sampling.top_p == 1 and sampling.top_k <= 0:
+            raise ValueError(
+                "rollout.engine.return_sampling_mask: sampling.top_p = 1 and top_k = -1 filter nothing; leave it out"
+            )
+        if engine.return_routed_experts and self.trainer.backend == "megatron":
+            raise ValueError(
+                "trainer.backend = megatron replays no routing: set rollout.engine.return_routed_experts = false"
+            )
+        sets = (*self.data.train_sets, *self.data.heldout_sets)
+        played = [split.task_name for split in sets if split.environment]
+        if played:
+            raise ValueError(
+                f"rollout.engine.{wanted[0]}: task {played[0]} is played by an environment, over HTTP, where replies carry "
+                "no such thing; leave it out"
+            )
+        return self
+
                 f"= {longest} > rollout.engine.max_model_len {self.rollout.engine.max_model_len}: "
                 "raise the last or lower the others"
             )
@@ -415,10 +442,11 @@ class Recipe(StrictModel):
                 "would not speak of what is trained; set data.heldout, or evaluation.other_tasks = true if it is meant"
             )
         filtered = self.sampling.top_p < 1 or self.sampling.top_k > 0
-        if filtered and self.rollout.logprobs_mode is LogprobsMode.PROCESSED:
+        masked = self.rollout.engine.return_sampling_mask
+        if filtered and self.rollout.logprobs_mode is LogprobsMode.PROCESSED and not masked:
             raise ValueError(
                 "sampling.top_p/top_k filter the distribution: processed logprobs would not match the trainer's; "
-                "set rollout.logprobs_mode = raw, or top_p = 1 and top_k = -1"
+                "set rollout.logprobs_mode = raw, or rollout.engine.return_sampling_mask, or top_p = 1 and top_k = -1"
             )
         if self.trainer.generations_per_prompt < 2 and self.objective.baseline == "leave_one_out":
             raise ValueError(

@@ -32,6 +32,7 @@ from omnifleet.types import (
     VersionSpan,
     WeightVersion,
 )
+from omnifleet_trainer.batch.extras import NO_REPLAY, Replay
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.evaluation import HeldOut
 from omnifleet_trainer.ledger import SqliteLedger
@@ -229,6 +230,7 @@ def world(
     max_epochs: int = 1000,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
+    replay: Replay = NO_REPLAY,
     **trainer: Any,
 ) -> Iterator[World]:
     """Open a run in `folder`, at a checkpoint of step `resume_at`. `trainer`: settings of TrainerConfig."""
@@ -276,7 +278,13 @@ def world(
         max_prompt_tokens=100,
     )
     prompter = Prompter(
-        renderer, rollout, reward, scorers=(), mode=LogprobsMode.PROCESSED, timeout_s=config.rollout_timeout_s
+        renderer,
+        rollout,
+        reward,
+        scorers=(),
+        mode=LogprobsMode.PROCESSED,
+        timeout_s=config.rollout_timeout_s,
+        replay=replay,
     )
     weights = Weights(policy, run="run", lineage=lineage, step=resume_at)
     sampling = Sampling(n=config.generations_per_prompt, max_tokens=8)
@@ -316,7 +324,7 @@ def world(
         pass_at=evaluation.pass_at,
         pass_reward=evaluation.pass_reward,
     )
-    batches = Batches(prompts, renderer, AdvantageRule(ObjectiveConfig()))
+    batches = Batches(prompts, renderer, AdvantageRule(ObjectiveConfig()), replay)
     parts = Parts(
         ledger,
         admission,

@@ -69,7 +69,7 @@ class FakeEngine:
 
     stop_after: position of the EOS token; None = run to max_tokens. fail_commit: the next commit breaks half-way.
     image_token, video_token, count_features: placeholders and how many positions an item takes, as a real checkpoint says.
-    experts: of a mixture that it plays; then replies carry routed experts.
+    experts: of a mixture that it plays; then replies carry routed experts. masks: replies carry sampling masks.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class FakeEngine:
         image_token: int = IMAGE_TOKEN,
         video_token: int | None = None,
         experts: int = 0,
+        masks: bool = False,
         count_features: Callable[[MediaRef, str], Awaitable[int]] | None = None,
     ) -> None:
         self.token_s, self.stop_after = token_s, stop_after
@@ -93,7 +94,7 @@ class FakeEngine:
             MediaKind.VIDEO: image_token if video_token is None else video_token,
         }
         self._count_features = count_features or _four_features
-        self._experts = experts
+        self._experts, self._masks = experts, masks
         self._facts = EngineFacts(
             "fake 0", "fake", logprobs_mode, max_model_len, max_num_seqs, tuple(table or fake_table())
         )
@@ -181,6 +182,8 @@ class FakeEngine:
         token = EOS if stop else fake_token(request.prompt.token_ids, seed, position)
         self._mark(running, step)
         delta = EngineDelta([token], [-(token + 1) / VOCABULARY], f" {token}" if request.want_text else "")
+        if self._masks:
+            delta.sampling_mask = [[token, *(t for t in (2, 3) if t != token)]]
         if stop or last or token in request.sampling.stop_token_ids:
             delta.finish = FinishReason.LENGTH if last and not stop else FinishReason.STOP
             delta.labels = running.labels

@@ -91,6 +91,8 @@ def _fake_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Eng
         "logprobs_mode": config.logprobs_mode,
         "max_model_len": config.engine.max_model_len,
         "max_num_seqs": config.engine.max_num_seqs,
+        "experts": 4 * config.engine.return_routed_experts,
+        "masks": config.engine.return_sampling_mask,
     }
     model = options.model or _model_of_recipe(options.run_dir, options.overrides)
     if model is None or not (model / "config.json").is_file():

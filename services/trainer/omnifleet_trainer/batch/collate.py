@@ -16,6 +16,7 @@ from omnifleet.types import Digest
 from omnifleet_trainer.batch.samples import Segment, StepBatch, TrainingSample
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
+_MOST_KEPT = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class MicroBatch:
     one), lag: int64. token_mask, generation_logprobs, advantages: float32. sample_mask: [B] float32. truncated: [B] bool.
     first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture or
     clip, sample by sample in prompt order; grids: [media, 3] patches (t, h, w) in the same order. kept: [B, S, K] int64
-    ids that the sampler's filters kept at each token, padded with -1; None if no sample knows them.
+    ids that the sampler's filters kept at each token, padded with -1; None if no sample knows them. experts: [B, S, L, K]
+    int64, which K experts each of L mixture layers gives a token to, as the engine chose; None likewise.
     """
 
     rows: tuple[int, ...]
@@ -62,6 +64,7 @@ class MicroBatch:
     media: tuple[Digest, ...]
     grids: Tensor
     kept: Tensor | None = None
+    experts: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
@@ -181,6 +184,7 @@ def _token_types(
     """
     ids = np.asarray(sample.prompt_token_ids + sample.token_ids, np.int64)
     if contract is None:
+        experts=_experts(samples, width),
         if sample.segment_keys:
             raise invalid(f"sample {sample.trajectory_id} has media, the model takes none")
         return np.zeros(len(ids), np.int64)
@@ -188,6 +192,11 @@ def _token_types(
     types = np.where(own == 1, TEXT, contract.types(ids))
     segments = [batch.segments[key] for key in sample.segment_keys]
     counts = [int(grid_of(segment).prod(-1).sum()) // contract.merge**2 for segment in segments]
+    if len(samples) * width * most > _MOST_KEPT:
+        raise invalid(
+            f"{len(samples)} x {width} tokens of up to {most} kept ids are more than {_MOST_KEPT} in one micro-batch",
+            knob="sampling.top_k, or trainer.micro_batch_tokens",
+        )
     kinds = [VIDEO if is_clip(segment) else IMAGE for segment in segments]
     if not np.array_equal(types[types != TEXT], np.repeat(kinds, counts)):
         features = {kind: sum(n for k, n in zip(kinds, counts, strict=True) if k == kind) for kind in kinds}
@@ -195,6 +204,27 @@ def _token_types(
             f"{int((types == kind).sum())} {name} tokens"
             for kind, name in ((IMAGE, "image"), (VIDEO, "video"))
         ]
+def _experts(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
+    """What is not known (padding, the last token, samples that do not train) goes to the first K experts."""
+    known = [sample.experts for sample in samples if sample.experts is not None]
+    if not known:
+        return None
+    lacking = [s.trajectory_id for s in samples if s.valid and s.experts is None]
+    shapes = {experts.shape[1:] for experts in known}
+    if lacking or len(shapes) > 1:
+        raise invalid(
+            f"samples of one batch come with routed experts of one shape or with none: {sorted(shapes)}"
+            + (f", none in {lacking[0]}" if lacking else ""),
+            knob="rollout.engine.return_routed_experts",
+        )
+    (layers, chosen) = shapes.pop()
+    experts = np.broadcast_to(np.arange(chosen), (len(samples), width, layers, chosen)).copy()
+    for i, sample in enumerate(samples):
+        if sample.experts is not None:
+            experts[i, : len(sample.experts)] = sample.experts
+    return torch.from_numpy(experts)
+
+
         raise invalid(
             f"sample {sample.trajectory_id}: {found[0]} in the prompt for {features.get(IMAGE, 0)} features, "
             f"{found[1]} for {features.get(VIDEO, 0)}, or not in the order of its media"

@@ -33,6 +33,8 @@ class TrainingSample:
     penalties: (start, end, advantage) of response tokens in faulty messages; the advantage replaces the sample's.
     kept_ids: per response token, the ids that the sampler's filters kept (empty = no filter), if the engine said so;
     the trainer's softmax is then over these only.
+    experts: integers [prompt + reply - 1, layers, experts a token] that the engine chose, if it said so; the trainer's
+    routers then choose these.
     """
 
     trajectory_id: str
@@ -51,6 +53,7 @@ class TrainingSample:
     valid: bool = True
     penalties: tuple[tuple[int, int, float], ...] = ()
     kept_ids: list[list[int]] | None = None
+    experts: npt.NDArray | None = None  # type: ignore[type-arg]
 
     @property
     def length(self) -> int:
@@ -70,6 +73,7 @@ class TrainingSample:
             mask=self.mask[:end],
             lag=self.lag[:end],
             kept_ids=None if self.kept_ids is None else self.kept_ids[:end],
+            experts=None if self.experts is None else self.experts[: len(self.prompt_token_ids) + end - 1],
         )
 
 

@@ -24,15 +24,17 @@ from omnifleet.types import (
 
 _LEVEL = 3
 _ARRAYS = b"\x01"
+_BYTES = "B"
 _OWN = ("prompt_token_ids", "prompt_hash", "media")
+_EXTRAS = ("routed_experts", "sampling_mask")
 _MAX_BYTES = 256 << 20  # a damaged header must not make us allocate without bound
 
 
-def pack(body: dict[str, Any], arrays: Mapping[str, Sequence[float]] = {}) -> bytes:
+def pack(body: dict[str, Any], arrays: Mapping[str, Sequence[float] | bytes] = {}) -> bytes:
     """JSON and flat arrays -> zstd. NaN and infinity are refused (ValueError).
 
-    arrays: name -> numbers; ints as int32, floats as float64, little-endian: exact, and an order of magnitude quicker
-    than their decimal text. Layout: version byte, length of the JSON (u32), JSON, array bytes in the order of `_arrays`.
+    arrays: name -> numbers or bytes; ints as int32, floats as float64, little-endian: exact, and an order of magnitude
+    quicker than their decimal text. Layout: version byte, length of the JSON (u32), JSON, array bytes in the order of `_arrays`.
     """
     columns = {name: _column(values) for name, values in arrays.items()}
     kinds = [[name, column.typecode, len(column)] for name, column in columns.items()]
@@ -57,11 +59,13 @@ def unpack(payload: bytes) -> dict[str, Any]:
         column = array(kind)
         column.frombytes(raw[at : at + count * column.itemsize])
         at += count * column.itemsize
-        body[name] = column.tolist()
+        body[name] = column.tobytes() if kind == _BYTES else column.tolist()
     return body
 
 
-def _column(values: Sequence[float]) -> array[Any]:
+def _column(values: Sequence[float] | bytes) -> array[Any]:
+    if isinstance(values, bytes):
+        return array(_BYTES, values)
     if all(type(value) is int for value in values):
         return array("i", values)
     column = array("d", values)
@@ -104,6 +108,7 @@ def pack_trajectory(trajectory: Trajectory) -> bytes:
             "token_ids": trajectory.token_ids,
             "logprobs": trajectory.logprobs,
             **(_own_tokens(trajectory) if trajectory.mask else {}),
+            **{name: data for name in _EXTRAS if (data := getattr(trajectory, name))},
         },
     )
 
@@ -137,6 +142,7 @@ def unpack_trajectory(trajectory_id: str, shared: dict[str, Any], own: dict[str,
         reward_version=own["reward_version"],
         components=own["components"],
         mask=own.get("mask", []),
+        **{name: own[name] for name in _EXTRAS if name in own},
         # Ledgers of earlier releases lack these.
         prompt=shared.get("prompt", ""),
         ground_truth=shared.get("ground_truth", ""),

@@ -10,6 +10,7 @@ from omnifleet.address import token_digest
 from omnifleet.config.objective import ObjectiveConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest, FinishReason, Group, Trajectory
+from omnifleet_trainer.batch.extras import NO_REPLAY, Replay, read_experts, read_kept
 from omnifleet_trainer.batch.samples import Segment, StepBatch, TrainingSample
 from omnifleet_trainer.batch.scored import scored
 from omnifleet_trainer.loop.prompts import Prompts
@@ -39,8 +40,15 @@ class AdvantageRule:
 class Batches:
     """Builds batches for weights of a known version."""
 
-    def __init__(self, prompts: Prompts, renderer: Renderer, advantages: AdvantageRule) -> None:
-        self._prompts = prompts
+    def __init__(
+        self,
+        prompts: Prompts,
+        renderer: Renderer,
+        advantages: AdvantageRule,
+        replay: Replay = NO_REPLAY,
+    ) -> None:
+        """replay: what samples must come with; one without (of a ledger from before the recipe asked) does not train."""
+        self._prompts, self._replay = prompts, replay
         self._renderer = renderer
         self._advantages = advantages
 
@@ -91,6 +99,9 @@ class Batches:
     def _sample(
         self, trajectory: Trajectory, group_id: str, prompt: RenderedPrompt, version: int
     ) -> TrainingSample:
+        experts, masks = trajectory.routed_experts, trajectory.sampling_mask
+        lacks = (self._replay.experts and not experts) or (self._replay.kept_ids and not masks)
+        length = len(prompt.expanded) + len(trajectory.token_ids)
         return TrainingSample(
             trajectory_id=trajectory.id,
             group_id=group_id,
@@ -107,6 +118,9 @@ class Batches:
             penalties=self._advantages.penalties(
                 trajectory.text, len(trajectory.token_ids), opened=prompt.opened
             ),
+            valid=not lacks,
+            experts=read_experts(experts, length) if self._replay.experts and experts else None,
+            kept_ids=read_kept(masks, trajectory.token_ids) if self._replay.kept_ids and masks else None,
         ).trimmed()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from omnifleet.errors import Reason
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import FinishReason, Generation, LogprobsMode, Sample
+from omnifleet_trainer.batch.extras import NO_REPLAY, Replay, read_experts, read_kept
 from omnifleet_trainer.loop.failures import RefusedSample, Stale
 
 _LEAST, _MOST = -1000.0, 1e-3
@@ -13,9 +14,15 @@ _LEAST, _MOST = -1000.0, 1e-3
 
 
 def check_generation(
-    generation: Generation, *, prompt_hash: str, mode: LogprobsMode, run: str, lineage: str
+    generation: Generation,
+    *,
+    prompt_hash: str,
+    mode: LogprobsMode,
+    run: str,
+    lineage: str,
+    replay: Replay = NO_REPLAY,
 ) -> list[Sample]:
-    """The samples by index, if all are whole and ours.
+    """The samples by index, if all are whole and ours, and come with what is to be replayed.
 
     A failed member fails the group: a group is never trained short, since its baseline would be biased.
     Raises the first failure, RefusedSample, or Stale.
@@ -39,6 +46,7 @@ def check_generation(
     samples = [generation.samples[index] for index in sorted(generation.samples)]
     for sample in samples:
         check_sample(sample, run=run, lineage=lineage)
+        _check_extras(sample, len(generation.prompt_token_ids), replay)
     return samples
 
 
@@ -74,6 +82,24 @@ def check_sample(sample: Sample, *, run: str, lineage: str) -> None:
             "spans",
             f"sample {sample.index}: versions are known for {covered} of {len(sample.token_ids)} tokens",
         )
+
+
+def _check_extras(sample: Sample, prompt_tokens: int, replay: Replay) -> None:
+    check = "routed_experts"
+    try:
+        if replay.experts:
+            read_experts(sample.routed_experts, prompt_tokens + len(sample.token_ids))
+        check = "sampling_mask"
+        if replay.kept_ids:
+            read_kept(sample.sampling_mask, sample.token_ids)
+    except OmnifleetError as error:
+        raise RefusedSample(
+            error.reason,
+            f"sample {sample.index}: {error.message}",
+            error.retryable,
+            error.knob,
+            check=check,
+        ) from None
 
 
 def _refused(check: str, message: str) -> RefusedSample:

@@ -28,7 +28,8 @@ def sample_metrics(batch: StepBatch, groups: Sequence[Group]) -> dict[str, float
     lag: of tokens, in steps; lag/K is the share of tokens that lag K; avg_trajectory_age: mean lag of the samples'
     oldest tokens; mixed_version_share: tokens in replies that more than one version wrote. zero_signal_groups: all
     advantages 0. baseline_reward/pct_*: share of groups whose mean reward is 0, 1, or between. reward/NAME: mean of one
-    component. truncation_rate: share of replies cut by the length limit. pictures: distinct ones.
+    component. truncation_rate: share of replies cut by the length limit. pictures: distinct ones. replayed/*: share of
+    samples that come with the engine's routed experts, and with its sampling masks.
     """
     samples = batch.samples
     rewards = [sample.reward for sample in samples]
@@ -48,6 +49,8 @@ def sample_metrics(batch: StepBatch, groups: Sequence[Group]) -> dict[str, float
         "truncation_rate": truncated,
         "natural_termination_rate": 1 - truncated,
         "pictures": float(len(batch.segments)),
+        "replayed/experts": fmean(sample.experts is not None for sample in samples),
+        "replayed/sampling_masks": fmean(sample.kept_ids is not None for sample in samples),
         **_baselines(by_group),
         **_lengths(samples),
         **_component_means(groups),

@@ -20,6 +20,7 @@ from omnifleet.types import (
     Trajectory,
     VersionBound,
 )
+from omnifleet_trainer.batch.extras import NO_REPLAY, Replay
 from omnifleet_trainer.loop.checks import check_generation
 from omnifleet_trainer.loop.failures import FATAL, Unscorable
 from omnifleet_trainer.rendering import RenderedPrompt, Renderer
@@ -82,10 +83,11 @@ class Prompter:
         mode: LogprobsMode,
         timeout_s: float,
         scorers_of: Mapping[str, Sequence[ScorerConfig]] | None = None,
+        replay: Replay = NO_REPLAY,
     ) -> None:
         """mode: what the logprobs must mean. timeout_s: longest life of one prompt's rollout, seconds.
 
-        scorers_of: scorers of a task that has its own.
+        scorers_of: scorers of a task that has its own. replay: what sampled replies must come with; greedy ones train nobody.
         """
         self._renderer = renderer
         self._rollout = rollout
@@ -94,6 +96,7 @@ class Prompter:
         self._scorers_of = dict(scorers_of or {})
         self._mode = mode
         self._timeout_s = timeout_s
+        self._replay = replay
 
     async def ask(
         self, row: PromptRow, *, identity: Identity, sampling: Sampling, bound: VersionBound, lineage: str
@@ -126,7 +129,12 @@ class Prompter:
                 self._renderer.forget(row)
             raise
         samples = check_generation(
-            generation, prompt_hash=prompt.prompt_hash, mode=self._mode, run=identity.run, lineage=lineage
+            generation,
+            prompt_hash=prompt.prompt_hash,
+            mode=self._mode,
+            run=identity.run,
+            lineage=lineage,
+            replay=self._replay if sampling.temperature > 0 else NO_REPLAY,
         )
         replies = {sample.index: sample.text for sample in samples}
         scores = await self.judge(row, replies, identity=identity, media=prompt.media)
@@ -239,4 +247,6 @@ def _trajectory(
         ground_truth=row.answer,
         prompt_suffix=prompt.opened,
         extra=extra_of(row),
+        routed_experts=sample.routed_experts,
+        sampling_mask=sample.sampling_mask,
     )

@@ -19,6 +19,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import ProcessorSpec, image_token_id, read_image_processor, read_video_processor
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Sampling, WeightVersion
+from omnifleet_trainer.batch.extras import Replay
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.environments import open_player
 from omnifleet_trainer.evaluation import HeldOut
@@ -154,6 +155,7 @@ async def assembled(
             scorers_of=_own_scorers(recipe),
             mode=recipe.rollout.logprobs_mode,
             timeout_s=trainer.rollout_timeout_s,
+            replay=Replay.of(recipe),
         )
         asker = await stack.enter_async_context(
             open_player(recipe, run_dir, tokens, prompter, renderer, media, counters)
@@ -212,7 +214,7 @@ async def assembled(
             buffer=buffer,
             prompts=prompts,
             rollouts=rollouts,
-            batches=Batches(prompts, renderer, AdvantageRule(recipe.objective)),
+            batches=Batches(prompts, renderer, AdvantageRule(recipe.objective), Replay.of(recipe)),
             weights=weights,
             refits=FleetRefits(sender, weights),
             heldout=HeldOut(
