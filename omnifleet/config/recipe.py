@@ -394,12 +394,6 @@ class Recipe(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Recipe:
-        longest = self.data.max_prompt_tokens + self.sampling.max_tokens
-        if longest > self.rollout.engine.max_model_len:
-            raise ValueError(
-                f"data.max_prompt_tokens {self.data.max_prompt_tokens} + sampling.max_tokens {self.sampling.max_tokens} "
-    @model_validator(mode="after")
     def _replay_can(self) -> Recipe:
         engine, sampling = self.rollout.engine, self.sampling
         wanted = [n for n in ("return_routed_experts", "return_sampling_mask") if getattr(engine, n)]
@@ -426,6 +420,12 @@ class Recipe(StrictModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Recipe:
+        longest = self.data.max_prompt_tokens + self.sampling.max_tokens
+        if longest > self.rollout.engine.max_model_len:
+            raise ValueError(
+                f"data.max_prompt_tokens {self.data.max_prompt_tokens} + sampling.max_tokens {self.sampling.max_tokens} "
                 f"= {longest} > rollout.engine.max_model_len {self.rollout.engine.max_model_len}: "
                 "raise the last or lower the others"
             )

@@ -34,13 +34,13 @@ def check_sample(sample: TrainingSample) -> None:
         raise invalid(
             f"sample {name}: {len(sample.kept_ids)} entries of kept_ids for {tokens} response tokens"
         )
-    if not sample.prompt_token_ids:
-        raise invalid(f"sample {name}: the prompt is empty, so its first token has no logprob")
     if sample.experts is not None and (sample.experts.ndim != 3 or len(sample.experts) != sample.length - 1):
         raise invalid(
             f"sample {name}: experts of shape {sample.experts.shape} for {sample.length} tokens; "
             "want [tokens - 1, layers, experts a token]"
         )
+    if not sample.prompt_token_ids:
+        raise invalid(f"sample {name}: the prompt is empty, so its first token has no logprob")
     own = token_digest(sample.prompt_token_ids)
     if own != sample.prompt_hash:
         raise invalid(

@@ -161,6 +161,7 @@ def _micro_batch(
         media=tuple(key for sample in samples for key in sample.segment_keys),
         grids=torch.from_numpy(np.concatenate(grids) if grids else np.zeros((0, 3), np.int64)),
         kept=_kept(samples, width),
+        experts=_experts(samples, width),
     )
 
 
@@ -168,6 +169,11 @@ def _kept(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
     most = max((len(ids) for sample in samples for ids in sample.kept_ids or ()), default=0)
     if not most:
         return None
+    if len(samples) * width * most > _MOST_KEPT:
+        raise invalid(
+            f"{len(samples)} x {width} tokens of up to {most} kept ids are more than {_MOST_KEPT} in one micro-batch",
+            knob="sampling.top_k, or trainer.micro_batch_tokens",
+        )
     kept = np.full((len(samples), width, most), -1, np.int64)
     for i, sample in enumerate(samples):
         for t, ids in enumerate(sample.kept_ids or (), len(sample.prompt_token_ids)):
@@ -175,35 +181,6 @@ def _kept(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
     return torch.from_numpy(kept)
 
 
-def _token_types(
-    sample: TrainingSample, batch: StepBatch, contract: MediaContract | None
-) -> npt.NDArray[np.int64]:
-    """Marks of all tokens: media may stand in the prompt and in what an environment said between replies (mask 0).
-
-    A media token that the model itself wrote is text: it has no features.
-    """
-    ids = np.asarray(sample.prompt_token_ids + sample.token_ids, np.int64)
-    if contract is None:
-        experts=_experts(samples, width),
-        if sample.segment_keys:
-            raise invalid(f"sample {sample.trajectory_id} has media, the model takes none")
-        return np.zeros(len(ids), np.int64)
-    own = np.asarray([0] * len(sample.prompt_token_ids) + sample.mask)
-    types = np.where(own == 1, TEXT, contract.types(ids))
-    segments = [batch.segments[key] for key in sample.segment_keys]
-    counts = [int(grid_of(segment).prod(-1).sum()) // contract.merge**2 for segment in segments]
-    if len(samples) * width * most > _MOST_KEPT:
-        raise invalid(
-            f"{len(samples)} x {width} tokens of up to {most} kept ids are more than {_MOST_KEPT} in one micro-batch",
-            knob="sampling.top_k, or trainer.micro_batch_tokens",
-        )
-    kinds = [VIDEO if is_clip(segment) else IMAGE for segment in segments]
-    if not np.array_equal(types[types != TEXT], np.repeat(kinds, counts)):
-        features = {kind: sum(n for k, n in zip(kinds, counts, strict=True) if k == kind) for kind in kinds}
-        found = [
-            f"{int((types == kind).sum())} {name} tokens"
-            for kind, name in ((IMAGE, "image"), (VIDEO, "video"))
-        ]
 def _experts(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
     """What is not known (padding, the last token, samples that do not train) goes to the first K experts."""
     known = [sample.experts for sample in samples if sample.experts is not None]
@@ -225,6 +202,29 @@ def _experts(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
     return torch.from_numpy(experts)
 
 
+def _token_types(
+    sample: TrainingSample, batch: StepBatch, contract: MediaContract | None
+) -> npt.NDArray[np.int64]:
+    """Marks of all tokens: media may stand in the prompt and in what an environment said between replies (mask 0).
+
+    A media token that the model itself wrote is text: it has no features.
+    """
+    ids = np.asarray(sample.prompt_token_ids + sample.token_ids, np.int64)
+    if contract is None:
+        if sample.segment_keys:
+            raise invalid(f"sample {sample.trajectory_id} has media, the model takes none")
+        return np.zeros(len(ids), np.int64)
+    own = np.asarray([0] * len(sample.prompt_token_ids) + sample.mask)
+    types = np.where(own == 1, TEXT, contract.types(ids))
+    segments = [batch.segments[key] for key in sample.segment_keys]
+    counts = [int(grid_of(segment).prod(-1).sum()) // contract.merge**2 for segment in segments]
+    kinds = [VIDEO if is_clip(segment) else IMAGE for segment in segments]
+    if not np.array_equal(types[types != TEXT], np.repeat(kinds, counts)):
+        features = {kind: sum(n for k, n in zip(kinds, counts, strict=True) if k == kind) for kind in kinds}
+        found = [
+            f"{int((types == kind).sum())} {name} tokens"
+            for kind, name in ((IMAGE, "image"), (VIDEO, "video"))
+        ]
         raise invalid(
             f"sample {sample.trajectory_id}: {found[0]} in the prompt for {features.get(IMAGE, 0)} features, "
             f"{found[1]} for {features.get(VIDEO, 0)}, or not in the order of its media"
