@@ -101,6 +101,10 @@ def from_detail(detail: common_pb2.ErrorDetail) -> OmnifleetError:
     )
 
 
+_CUT_OFF = ("Internal error from Core", "RST_STREAM", "Stream removed")
+"""How gRPC words it, under INTERNAL or UNKNOWN, when the peer dies while we are sending."""
+
+
 def from_rpc(error: grpc.RpcError) -> OmnifleetError:
     """What a failed call means: the peer's own words if it sent them, else the transport's."""
     for key, value in getattr(error, "trailing_metadata", tuple)() or ():
@@ -109,7 +113,7 @@ def from_rpc(error: grpc.RpcError) -> OmnifleetError:
     code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return OmnifleetError(Reason.DEADLINE, f"no answer before the deadline: {text}", retryable=True)
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code is grpc.StatusCode.UNAVAILABLE or any(word in text for word in _CUT_OFF):
         return OmnifleetError(Reason.UNAVAILABLE, f"peer is not reachable: {text}", retryable=True)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return OmnifleetError(Reason.LIMIT_EXCEEDED, text, knob="limits.message_bytes")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from omnifleet.auth import Scope, Tokens
@@ -105,6 +106,30 @@ async def test_a_bug_is_internal_and_never_retryable(address: str) -> None:
         stub = reward_pb2_grpc.RewardStub(channel)
         error = await failure(stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=5))
     assert error.reason is Reason.INTERNAL and not error.retryable and "a bug" in error.message
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "retryable"),
+    [
+        (
+            "INTERNAL",
+            "Internal error from Core",
+            True,
+        ),  # seen when a service was killed while a picture was sent
+        ("INTERNAL", "Received RST_STREAM with error code 2", True),
+        ("UNKNOWN", "Stream removed", True),
+        ("UNKNOWN", "Unexpected <class 'ValueError'>: a bug", False),
+        ("INTERNAL", "Exception deserializing response!", False),
+    ],
+)
+def test_a_peer_that_dies_while_we_send_is_unreachable_not_a_bug(
+    code: str, text: str, retryable: bool
+) -> None:
+    nothing = grpc.aio.Metadata()
+    with pytest.raises(OmnifleetError) as caught, remote_errors():
+        raise grpc.aio.AioRpcError(grpc.StatusCode[code], nothing, nothing, details=text)
+    assert caught.value.retryable is retryable
+    assert caught.value.reason is (Reason.UNAVAILABLE if retryable else Reason.INTERNAL)
 
 
 async def test_no_token_is_refused(address: str) -> None:
