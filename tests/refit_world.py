@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from omnifleet.auth import OPEN
+from omnifleet.auth import OPEN, Scope, Tokens
 from omnifleet.client.refit import RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.telemetry.counters import Counters
@@ -29,6 +29,7 @@ from omnifleet.wire.server import serving
 from omnifleet_refit.group import Meeting
 from omnifleet_rollout.engine.checkpoint import read_table
 from omnifleet_rollout.engine.fake import FakeEngine
+from omnifleet_rollout.engine.port import EnginePrompt
 from omnifleet_rollout.refit.buckets import DTYPES
 from omnifleet_rollout.refit.plan import record
 from omnifleet_rollout.refit.receiver import Receiver
@@ -95,6 +96,12 @@ def expected(step: int) -> Tensors:
     return dict(fresh.state_dict())
 
 
+def scores(parameters: Tensors, token_ids: Sequence[int]) -> list[float]:
+    """What stands for logprobs of tokens: each a function of one row of the fused layer."""
+    rows = parameters["qkv"]
+    return [-float(rows[token % len(rows)].abs().sum()) for token in token_ids]
+
+
 def write_checkpoint(folder: Path) -> Path:
     """A checkpoint of step -1."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,6 +122,8 @@ class SmallEngine(FakeEngine):
         self.model.load_weights(tensors(-1).items())
         self.by_plan: list[bool] = []
         self.break_at_load = False
+        self.spoiled: set[int] = set()
+        """Numbers of versions after whose commit a layer is changed, unseen by any checksum."""
         self.stager = Stager(self.model, source, plan, lambda: self._load(source), CPU)
 
     def _load(self, source: Weights) -> None:
@@ -136,8 +145,14 @@ class SmallEngine(FakeEngine):
         self._check_alive()
         loaded = self.stager.commit(manifest_digest)
         self.by_plan.append(loaded.by_plan)
+        if int(label.rpartition(":")[2]) in self.spoiled:
+            self.model.qkv.mul_(1.5)
         self._label = label
         return loaded.tensors
+
+    async def score(self, prompt: EnginePrompt, token_ids: Sequence[int]) -> list[float]:
+        self._check_alive()
+        return scores(dict(self.model.state_dict()), token_ids)
 
     async def drop_stage(self) -> None:
         self.stager.drop()
@@ -274,6 +289,42 @@ def run_receiver(checkpoint: str, name: str, pipe: Any) -> None:
             pipe.send(worker.address)
             while await asyncio.to_thread(pipe.recv):
                 pipe.send((worker.fenced, worker.version.number, worker.whole()))
+
+    asyncio.run(serve())
+
+
+def run_worker(
+    checkpoint: str, name: str, gateway: str, tokens: Tokens, spoiled: set[int], pipe: Any
+) -> None:
+    """The process of a whole worker, a member of the fleet: says its id, then answers as `run_receiver`'s does."""
+    from omnifleet.config.services import RolloutConfig
+    from omnifleet_rollout.worker.command import Worker
+    from omnifleet_rollout.worker.membership import Member
+
+    async def find_gateway() -> str:
+        return gateway
+
+    async def serve() -> None:
+        engine = SmallEngine(Path(checkpoint))
+        engine.spoiled = spoiled
+        await engine.start()
+        worker = Worker(engine, name, RolloutConfig(), tokens)
+        seen = Receiving(worker.standing.worker, engine, worker.gate, worker.receiver)
+        async with serving("127.0.0.1:0", worker.register, tokens=tokens, knob="test", grace_s=0) as address:
+            member = Member(
+                engine,
+                worker.standing,
+                worker.counters,
+                find_gateway=find_gateway,
+                secret=tokens.secret(Scope.SERVICE),
+                address=address,
+                pool="default",
+            )
+            reporting = asyncio.create_task(member.run())
+            pipe.send(seen.id)
+            while await asyncio.to_thread(pipe.recv):
+                pipe.send((seen.fenced, seen.version.number, seen.whole()))
+            reporting.cancel()
 
     asyncio.run(serve())
 

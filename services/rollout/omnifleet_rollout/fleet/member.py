@@ -31,7 +31,7 @@ class Member:
 
     joined, heard, spared, drain_by: seconds of the registry's clock; spared: when its process last answered in a silence.
     admitted: it reached the pool's weights and has not fallen behind since. served: it was admitted once.
-    silent: heartbeats are missing. intent: DRAINING or CORDONED.
+    said: the worker's own words on its weights. silent: heartbeats are missing. intent: DRAINING or CORDONED.
     end: DEAD or RETIRED, for good. left: it went by itself, after its samples.
     """
 
@@ -49,6 +49,7 @@ class Member:
     drain_by: float | None = None
     end: WorkerState | None = None
     left: bool = False
+    said: str = ""
 
     @property
     def id(self) -> str:
@@ -70,7 +71,8 @@ def settle(member: Member, pool: Pool) -> bool:
     """Derive state and note from what is known. Returns True if either changed.
 
     READY needs an engine that is up and whole, and, where the pool has a target, a worker that is `admitted`:
-    exactly at the target once, and since then in its lineage and at most `max_lag` numbers behind.
+    exactly at the target once, and since then in its lineage and at most `max_lag` numbers behind. One that was put back
+    to an older version, whole, is held to the same bound.
     """
     _admit(member, pool)
     state, note = _derive(member, pool)
@@ -85,7 +87,7 @@ def _admit(member: Member, pool: Pool) -> None:
         member.admitted = False
     elif target is None or at(version, target):
         member.admitted = True
-    elif member.admitted:
+    elif member.admitted or (member.served and member.said):
         member.admitted = near(version, target, pool.max_lag)
     member.served = member.served or member.admitted
 
@@ -100,13 +102,13 @@ def _derive(member: Member, pool: Pool) -> tuple[WorkerState, str]:
     if member.report is WorkerState.JOINING:
         return WorkerState.JOINING, "engine is starting"
     if member.report is WorkerState.STALE:
-        return WorkerState.STALE, "weights are not whole"
+        return WorkerState.STALE, member.said or "weights are not whole"
     if not member.admitted:
         state = WorkerState.STALE if member.served else WorkerState.CATCHING_UP
         return state, f"at {member.view.version or 'no version'}, needs {pool.target}"
     if member.intent is WorkerState.CORDONED:
         return WorkerState.CORDONED, member.reason
-    return WorkerState.READY, ""
+    return WorkerState.READY, member.said
 
 
 def at(version: WeightVersion | None, target: WeightVersion) -> bool:

@@ -139,6 +139,7 @@ class Registry:
     def _take(self, member: Member, report: WorkerView) -> None:
         moved = report.version != member.view.version
         member.heard, member.silent, member.report = self._clock(), "", report.state
+        member.said = "" if report.state is WorkerState.DRAINING else report.note
         if report.state is WorkerState.DRAINING and member.intent is not WorkerState.DRAINING:
             member.intent, member.reason = WorkerState.DRAINING, report.note or "the worker is stopping"
         member.view = replace(

@@ -49,6 +49,8 @@ class Receiver:
         self._staged: _Staged | None = None
         self._staging: str | None = None
         """Digest of the manifest whose stage runs."""
+        self._refused: tuple[WeightVersion, str] | None = None
+        """The version that was quarantined last, and why."""
         self._busy = asyncio.Lock()
         self._steps: set[asyncio.Task[Any]] = set()
 
@@ -84,8 +86,9 @@ class Receiver:
         """Serve nothing from now on until a complete refit: running requests end with FENCED. Idempotent."""
         if not self._standing.fence:
             self._standing.raise_fence(reason)
+            self._refused = self._standing.version, reason
             self._counters.add("refits_quarantined")
-            log.error("quarantined: %s", reason)
+            log.error("quarantined at %s: %s", self._standing.version, reason)
             await self._quietly(self._engine.abort(self._gate.end(Ending.FENCED)), "abort")
         return self._standing.version
 
@@ -221,8 +224,21 @@ class Receiver:
             log.error("fenced: %s", self._standing.fence)
             await self._quietly(self._engine.abort(self._gate.end(Ending.FENCED)), "abort")
             raise retryable(Reason.FENCED, self._standing.fence) from error
-        self._standing.serve_version(version)
+        self._standing.serve_version(version, self._put_back(version))
         return loaded
+
+    def _put_back(self, version: WeightVersion) -> str:
+        """Why we are at a version older than the one that was quarantined; "" if we are not, which settles that one."""
+        if self._refused is None:
+            return ""
+        refused, reason = self._refused
+        if not version.same_lineage(refused) or version.number >= refused.number:
+            self._refused = None
+            return ""
+        self._counters.add("refits_rolled_back")
+        note = f"put back from {refused} to {version}: {reason}"
+        log.error("%s", note)
+        return note
 
     async def _resume(self) -> None:
         await self._quietly(self._engine.resume(), "resume")

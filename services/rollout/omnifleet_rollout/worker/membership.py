@@ -144,7 +144,7 @@ class Member:
             waiting=stats.waiting,
             kv_usage=stats.kv_usage,
             tokens_per_s=self._rate.of(self._counters.count("tokens_generated")),
-            note=standing.fence,
+            note=standing.fence or standing.note,
             counters=self._counters.snapshot(),
             max_running=facts.max_num_seqs,
             pid=os.getpid(),

@@ -108,6 +108,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
                 "weight_version": str(standing.version),
                 "logprobs_mode": str(facts.logprobs_mode),
                 "fence": standing.fence,
+                "note": standing.note,
             },
         )
 

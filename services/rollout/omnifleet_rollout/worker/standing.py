@@ -22,6 +22,8 @@ class Standing:
         """Names that the engine gives to weights -> the version they are."""
         self.fence = ""
         """Why the weights are not whole; "" while they are."""
+        self.note = ""
+        """Why the weights are whole but older than those that were here before; "" otherwise."""
         self.leaving = asyncio.Event()
         """Set once a drain has begun."""
         self.changed = asyncio.Event()
@@ -40,9 +42,9 @@ class Standing:
             return WorkerState.STALE
         return WorkerState.CATCHING_UP
 
-    def serve_version(self, version: WeightVersion) -> None:
-        """The engine is whole at `version` from now on."""
-        self.version, self.fence = version, ""
+    def serve_version(self, version: WeightVersion, note: str = "") -> None:
+        """The engine is whole at `version` from now on. note: why, if it was put back to it."""
+        self.version, self.fence, self.note = version, "", note
         self.labels[str(version)] = version
         while len(self.labels) > _LABELS_KEPT:
             del self.labels[next(iter(self.labels))]

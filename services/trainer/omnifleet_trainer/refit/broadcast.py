@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +26,24 @@ from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.courier import Courier, Order, Outcome
 from omnifleet_trainer.refit.handles import handles
 from omnifleet_trainer.refit.sender import RefitReport, RefitSender
-from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Shipment, Snapshot
+from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Snapshot
 
 log = logging.getLogger("omnifleet.trainer.refit")
 _REMEMBERED = 16
 """Versions whose digests are kept; a worker further behind gets everything."""
+
+
+class Lifted(Sequence[torch.Tensor]):
+    """Buckets that lie elsewhere: each is on `device` only while it is used."""
+
+    def __init__(self, buckets: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._buckets, self._device = buckets, device
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._buckets[index].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,7 @@ class OnDevice:
 
     version: WeightVersion
     encoder_changed: bool
+    snapshot: Snapshot
     sent: list[int] = field(default_factory=list)
 
 
@@ -65,6 +79,9 @@ class BroadcastSender(RefitSender):
         self._digests: dict[int, Mapping[str, str]] = {}
         self._using = asyncio.Lock()
         self._current: OnDevice | None = None
+        self._kept: OnDevice | None = None
+        """The version before, in host memory, if there is a guard."""
+        self._keeping = asyncio.Lock()
 
     @staticmethod
     @asynccontextmanager
@@ -85,7 +102,31 @@ class BroadcastSender(RefitSender):
     async def publish(self, *args: Any, **kwargs: Any) -> RefitReport:
         """See `RefitSender.publish`. Waits for catch-ups that still read the version before."""
         async with self._using:
+            await self._keep()
             return await super().publish(*args, **kwargs)
+
+    async def _keep(self) -> None:
+        """Copy the newest version to the host before the next one is packed over it. Without room there is no way back."""
+        current = self._current
+        if self.guard is None or current is None:
+            return
+        async with self._keeping:
+            earlier, self._kept = self._kept, None
+            try:
+                copy = await asyncio.to_thread(
+                    current.snapshot.copy_to_host, earlier.snapshot if earlier else None
+                )
+            except MemoryError as error:
+                log.warning("%s; a worker that the canary tells against will serve nothing", error)
+                return
+            self._kept = OnDevice(current.version, True, copy)
+
+    def _before(self) -> OnDevice | None:
+        return self._kept
+
+    async def _restore(self, worker: WorkerView, release: Any) -> WeightVersion:
+        async with self._keeping:
+            return await self._bring_whole(worker, release)
 
     def _newest(self) -> OnDevice | None:
         return self._current
@@ -98,7 +139,7 @@ class BroadcastSender(RefitSender):
         encoder_changed: bool,
     ) -> OnDevice:
         self._snapshot.pack(tensors, changed)
-        return OnDevice(version, encoder_changed)
+        return OnDevice(version, encoder_changed, self._snapshot)
 
     def _take(self, release: Any) -> None:
         self._current = release
@@ -149,14 +190,15 @@ class BroadcastSender(RefitSender):
             serves = await self._delivery.ask(worker)
             if serves is not None and serves.number == release.version.number:
                 return serves
-            async with self._delivery.open(worker) as client:
-                with self._delivery.blaming(worker.id):
-                    outcome = (await self._stage(release, [worker], {worker.id: client}, worker.id))[
-                        worker.id
-                    ]
-                    if isinstance(outcome, OmnifleetError):
-                        raise outcome
-                    return (await self._delivery.commit(client, worker.id, outcome)).version
+            return await self._bring_whole(worker, release)
+
+    async def _bring_whole(self, worker: WorkerView, release: OnDevice) -> WeightVersion:
+        async with self._delivery.open(worker) as client:
+            with self._delivery.blaming(worker.id):
+                outcome = (await self._stage(release, [worker], {worker.id: client}, worker.id))[worker.id]
+                if isinstance(outcome, OmnifleetError):
+                    raise outcome
+                return (await self._delivery.commit(client, worker.id, outcome)).version
 
     async def _stage(
         self,
@@ -168,13 +210,13 @@ class BroadcastSender(RefitSender):
         parents = {worker.id: self._parent(worker) for worker in workers}
         held = {id: self._digests[parent.number] if parent else None for id, parent in parents.items()}
         together = (
-            set().union(*(self._snapshot.needed(digests) for digests in held.values())) if held else set()
+            set().union(*(release.snapshot.needed(digests) for digests in held.values())) if held else set()
         )
         orders: dict[str, Order] = {}
         outcomes: dict[str, Outcome] = {}
         for worker in workers:
             parent = parents[worker.id]
-            shipment = self._snapshot.shipment(
+            shipment = release.snapshot.shipment(
                 release.version, parent, held[worker.id], release.encoder_changed, together
             )
             self._delivery.expect(worker.id, shipment.version)
@@ -187,12 +229,13 @@ class BroadcastSender(RefitSender):
             return outcomes
         shipment = next(iter(orders.values())).shipment
         release.sent.append(shipment.bytes)
-        return outcomes | await self._move(orders, shipment, courier)
+        lying = [release.snapshot.buckets[i] for i in shipment.buckets]
+        buckets = lying if release.snapshot is self._snapshot else Lifted(lying, self._snapshot.device)
+        return outcomes | await self._move(orders, buckets, courier)
 
     async def _move(
-        self, orders: Mapping[str, Order], shipment: Shipment, courier: str
+        self, orders: Mapping[str, Order], buckets: Sequence[torch.Tensor], courier: str
     ) -> dict[str, Outcome]:
-        buckets = [self._snapshot.buckets[i] for i in shipment.buckets]
         timeout_s = self._delivery.timeout_s
         if self._meeting is not None:
             one = self._couriers.setdefault(courier, Courier(self._meeting, self._snapshot.device))
@@ -201,7 +244,8 @@ class BroadcastSender(RefitSender):
             finally:
                 if courier != "all":
                     self._couriers.pop(courier).close()
-        source = await asyncio.to_thread(handles, buckets, self._snapshot.device)
+        held = list(buckets)  # mapped by the workers: they stay until all have staged
+        source = await asyncio.to_thread(handles, held, self._snapshot.device)
 
         async def stage(order: Order) -> Outcome:
             try:

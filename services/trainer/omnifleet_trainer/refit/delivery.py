@@ -92,6 +92,10 @@ class Delivery:
         async with self.open(worker) as client:
             await client.quarantine(why)
 
+    def distrust(self, worker: str) -> None:
+        """What a worker holds is not built upon: it gets everything next time."""
+        self._broken.add(worker)
+
     def open(self, worker: WorkerView) -> AbstractAsyncContextManager[RefitClient]:
         """A client of the worker's Refit service."""
         return RefitClient.open(worker.grpc_address, self._secret)

@@ -19,6 +19,8 @@ from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 log = logging.getLogger("omnifleet.trainer.refit")
 CANARY_S = 30.0
 """Deadline of the engine's scores."""
+_VERSIONS = 2
+"""The newest, and the one before, to which a worker is put back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +56,37 @@ class Guard:
     ) -> None:
         """expect: the trainer's logprobs of the canary's reply under its weights of now."""
         self._canary, self._secret, self._expect = canary, secret, expect
-        self._number, self._expected = -1, list[float]()
+        self._expected: dict[int, list[float]] = {}
 
     async def look(self, number: int) -> None:
         """Take the trainer's logprobs, of the weights that are about to be published as version `number`."""
-        self._number, self._expected = number, await self._expect(self._canary.batch())
+        self._expected[number] = await self._expect(self._canary.batch())
+        while len(self._expected) > _VERSIONS:
+            del self._expected[min(self._expected)]
 
-    async def difference(self, worker: WorkerView) -> float:
-        """Largest difference, nats; infinite where one side is not a number. Raises what the worker says."""
+    async def difference(self, worker: WorkerView, number: int) -> float:
+        """Largest difference, nats; infinite where one side is not a number, 0 if the worker moved on meanwhile.
+
+        Raises what the worker says.
+        """
         async with RolloutClient.open(worker.grpc_address, self._secret) as client:
-            scores, _ = await client.score_tokens(
+            scores, version = await client.score_tokens(
                 self._canary.prompt, self._canary.reply, deadline_s=CANARY_S
             )
-        pairs = zip(scores, self._expected, strict=True)
+        if version.number != number:
+            return 0.0
+        pairs = zip(scores, self._expected[number], strict=True)
         gaps = [abs(ours - theirs) for ours, theirs in pairs]
         return max((gap if gap == gap else float("inf") for gap in gaps), default=0.0)
 
     async def check(self, worker: WorkerView, number: int) -> None:
         """Raises CORRUPT, with what differs by how much, if a worker at version `number` is beyond the tolerance.
 
-        A version that is no longer the newest is let pass: the trainer has other weights by now.
+        A version that is neither the newest nor the one before is let pass: what the trainer made of it is forgotten.
         """
-        if number != self._number:
+        if number not in self._expected:
             return
-        difference = await self.difference(worker)
+        difference = await self.difference(worker, number)
         log.debug("canary on %s: %.5f nats", worker.id, difference)
         if difference > self._canary.tolerance:
             raise OmnifleetError(

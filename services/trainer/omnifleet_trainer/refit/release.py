@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from omnifleet.errors import Reason, retryable
 from omnifleet.types import WeightVersion
 from omnifleet.wire import refit_pb2
 from omnifleet.wire.codec import version_to_wire
@@ -47,10 +48,10 @@ class Release:
         return self._parcel(tensors, self.delta, parent)
 
     def complete(self) -> Parcel:
-        """For any worker. Raises ValueError unless `compose` made the file."""
+        """For any worker. Raises CONFLICT, retryable, unless `compose` made the file."""
         transfer = self.base if self.delta is None else self._complete
         if transfer is None:
-            raise ValueError(f"{self.version} has no complete file yet")
+            raise retryable(Reason.CONFLICT, f"{self.version} has no complete file now")
         return self._parcel(list(transfer.specs.values()), transfer, None)
 
     def compose(self, folder: Path, bucket_bytes: int) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omnifleet.client.fleet import FleetClient, FleetView, Verb, WorkerView
+from omnifleet.client.fleet import FleetClient, FleetView, WorkerView
 from omnifleet.client.refit import Commit
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import InFlight, WeightVersion, WorkerState
@@ -27,6 +27,7 @@ from omnifleet_trainer.refit.guard import Guard
 from omnifleet_trainer.refit.release import Release, first_release, next_release
 from omnifleet_trainer.refit.sightings import sightings
 from omnifleet_trainer.refit.transfer import Transfer, sweep
+from omnifleet_trainer.refit.watch import Watch
 
 log = logging.getLogger("omnifleet.trainer.refit")
 
@@ -35,7 +36,6 @@ BUCKET_BYTES = 64 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _CATCH_UPS_AT_ONCE = 4
 _ATTEMPTS = 3
-_CHANCES = 2
 _DEAF = (
     WorkerState.JOINING,
     WorkerState.DRAINING,
@@ -93,15 +93,15 @@ class RefitSender:
         self._rolling, self._max_lag = rolling, max_lag
         self._base: Transfer | None = None
         self._release: Release | None = None
+        self._previous: Release | None = None
+        """The version before, kept if there is a guard: a worker may have to be put back to it."""
         self._delivery = Delivery(secret, in_flight, timeout_s)
         self._composing = asyncio.Lock()
         self._behind: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_CATCH_UPS_AT_ONCE)
         self._wake = asyncio.Event()
         self._publishing = False
-        self.guard: Guard | None = None
-        self._refused: dict[str, list[int]] = {}
-        """Worker -> numbers of versions at which the canary told against it."""
+        self._watch = Watch(self._delivery, self._before, self._restore)
 
     @staticmethod
     @asynccontextmanager
@@ -140,6 +140,15 @@ class RefitSender:
                 yield sender
             finally:
                 await sender.close()
+
+    @property
+    def guard(self) -> Guard | None:
+        """The canary, if there is one. Set it before the first publish."""
+        return self._watch.guard
+
+    @guard.setter
+    def guard(self, guard: Guard | None) -> None:
+        self._watch.guard = guard
 
     @property
     def version(self) -> WeightVersion | None:
@@ -189,8 +198,9 @@ class RefitSender:
             worker for worker in workers if worker.id not in self._behind and self._takes(worker, release)
         ]
         commits, failed = await self._send_all(release, ready)
-        told = await asyncio.gather(*(self._watch_over(w, release.version) for w in ready if w.id in commits))
-        failed |= {id: why for id, why in told if why}
+        there = [worker for worker in ready if worker.id in commits]
+        told = await asyncio.gather(*(self._watch.over(worker, release.version) for worker in there))
+        failed |= {worker.id: why for worker, why in zip(there, told, strict=True) if why}
         return RefitReport(
             version=release.version,
             seconds=0.0,
@@ -239,10 +249,19 @@ class RefitSender:
         """What stands for the version published last."""
         return self._release
 
+    def _before(self) -> Any:
+        """What stands for the version before the newest, if it is kept."""
+        return self._previous
+
     def _take(self, release: Any) -> None:
-        """A version was packed: it is the newest now."""
+        """A version was packed: it is the newest now. The one before is kept if a canary may tell against this one."""
+        if self._previous is not None:
+            self._previous.retire()
         if self._release is not None:
-            self._release.retire()
+            self._release.drop_complete()
+            if self.guard is None:
+                self._release.retire()
+        self._previous = self._release if self.guard is not None else None
         self._release, self._base = release, release.base
 
     def _drop(self, release: Any) -> None:
@@ -289,33 +308,6 @@ class RefitSender:
             parcel = release.complete() if parent is None else release.on_top_of(parent)
             return await self._delivery.send(worker, parcel, turn if self._rolling else None)
 
-    async def _watch_over(self, worker: WorkerView, version: WeightVersion) -> tuple[str, str]:
-        """(worker, why it is quarantined; "" if it is not). It then gets everything again; twice refused, it is cordoned."""
-        if self.guard is None:
-            return worker.id, ""
-        try:
-            await self.guard.check(worker, version.number)
-        except OmnifleetError as error:
-            if error.reason is not Reason.CORRUPT:
-                log.warning("%s cannot be asked for the canary: %s", worker.id, error)
-                return worker.id, ""
-            why = str(error)
-            log.error("%s is quarantined at %s: %s", worker.id, version, why)
-            self._refused.setdefault(worker.id, []).append(version.number)
-            try:
-                await self._delivery.quarantine(worker, why)
-                if self._given_up(worker.id, version):
-                    await self._fleet.act(Verb.CORDON, worker.id, why)
-            except OmnifleetError as failure:
-                log.error("%s could not be told so: %s", worker.id, failure)
-            return worker.id, why
-        self._refused.pop(worker.id, None)
-        return worker.id, ""
-
-    def _given_up(self, worker: str, version: WeightVersion) -> bool:
-        """True if the canary told twice against a worker at this version: sending it again would not help."""
-        return self._refused.get(worker, []).count(version.number) >= _CHANCES
-
     async def keep_up(self) -> None:
         """Watch the fleet and bring each worker that is not at the current version there. Runs until cancelled."""
         pause = _FIRST_PAUSE_S
@@ -347,13 +339,15 @@ class RefitSender:
         for worker in _reachable(view):
             if worker.id in self._behind or (self._publishing and self._takes(worker, release)):
                 continue
-            if self._given_up(worker.id, release.version):
+            if worker.id in self._watch.busy or self._watch.given_up(worker.id, release.version):
                 continue
             if self._is_behind(worker, release):
                 task = asyncio.create_task(self._catch_up(worker), name=f"catch-up {worker.id}")
                 self._behind[worker.id] = task
                 task.add_done_callback(partial(self._caught_up, worker.id))
-        self._delivery.keep({worker.id for worker in view.workers})
+        living = {worker.id for worker in view.workers}
+        self._delivery.keep(living)
+        self._watch.keep(living)
 
     def _caught_up(self, worker: str, _: asyncio.Task[None]) -> None:
         self._behind.pop(worker, None)
@@ -372,8 +366,8 @@ class RefitSender:
             try:
                 async with self._slots, self._delivery.turn(worker.id):
                     log.info("%s caught up with %s", worker.id, await self._bring(worker, release))
-                    _, why = await self._watch_over(worker, release.version)
-                    if not why or self._given_up(worker.id, release.version):
+                    why = await self._watch.over(worker, release.version)
+                    if not why or self._watch.given_up(worker.id, release.version):
                         return
             except (OmnifleetError, OSError) as error:
                 log.warning("%s cannot catch up with %s: %s", worker.id, release.version, error)
@@ -388,12 +382,22 @@ class RefitSender:
                 return serves
             return (await self._delivery.send(worker, release.on_top_of(serves))).version
         try:
-            async with self._composing:
-                await asyncio.to_thread(release.compose, self._shm_dir, self._bucket_bytes)
-            return (await self._delivery.send(worker, release.complete())).version
+            return await self._send_whole(worker, release)
         finally:
             if len(self._behind) <= 1 or release is not self._release:
                 release.drop_complete()
+
+    async def _send_whole(self, worker: WorkerView, release: Release) -> WeightVersion:
+        async with self._composing:
+            await asyncio.to_thread(release.compose, self._shm_dir, self._bucket_bytes)
+        return (await self._delivery.send(worker, release.complete())).version
+
+    async def _restore(self, worker: WorkerView, release: Any) -> WeightVersion:
+        """Put a quarantined worker back to an older version. Its file goes when nobody reads it any more."""
+        try:
+            return await self._send_whole(worker, release)
+        finally:
+            release.drop_complete()
 
     async def close(self) -> None:
         """Stop catch-ups and remove all transfer files. Idempotent."""
@@ -402,9 +406,11 @@ class RefitSender:
         finally:
             if self._release is not None:
                 self._release.retire()
+            if self._previous is not None:
+                self._previous.retire()
             if self._base is not None:
                 self._base.retire()
-            self._release, self._base = None, None
+            self._release, self._previous, self._base = None, None, None
 
     async def _cancel_catch_ups(self) -> None:
         tasks = list(self._behind.values())

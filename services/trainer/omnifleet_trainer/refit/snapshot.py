@@ -75,6 +75,29 @@ class Snapshot:
             )
         self.digests = self._fold() if self._verified else {}
 
+    def copy_to_host(self, kept: Snapshot | None = None) -> Snapshot:
+        """This version in host memory, to send it once more after the next `pack`. kept: an earlier copy, to write over.
+
+        Buckets that are in `kept` already are not copied again. Blocks. Raises MemoryError if there is no room.
+        """
+        pinned = self.device.type == "cuda"
+        fresh = Snapshot(torch.device("cpu"), self._limit, verified=self._verified)
+        fresh.places, fresh.digests = self.places, dict(self.digests)
+        stale = self.needed(kept.digests if kept else None)
+        try:
+            fresh.buckets = (
+                kept.buckets
+                if kept
+                else [torch.empty(len(b), dtype=b.dtype, pin_memory=pinned) for b in self.buckets]
+            )
+        except RuntimeError as error:
+            raise MemoryError(f"no host memory for a second version of the weights: {error}") from error
+        for number in stale:
+            fresh.buckets[number].copy_(self.buckets[number], non_blocking=pinned)
+        if pinned:
+            torch.cuda.synchronize(self.device)
+        return fresh
+
     def shipment(
         self,
         version: WeightVersion,
