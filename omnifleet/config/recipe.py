@@ -129,6 +129,8 @@ class DataConfig(StrictModel):
     """One set, or a list of sets, each of `evaluation.size` rows."""
     max_prompt_tokens: int = Field(4096, gt=0)
     """Longest expanded prompt; a longer one is dropped whole and counted, media is never cut."""
+    min_generation_tokens: int = Field(1, ge=1)
+    """Room that a prompt must leave for its reply within `rollout.engine.max_model_len`; one that leaves less is too long."""
     max_epochs: int = Field(1_000, ge=1)
     """Passes over the training set."""
 
@@ -174,8 +176,12 @@ class SamplingConfig(StrictModel):
     """Best-k; -1 = off."""
     max_tokens: int = Field(1024, gt=0)
     """Longest reply, tokens."""
+    cap_to_context: bool = False
+    """Replies end where `rollout.engine.max_model_len` does, also before `max_tokens`; off: every prompt leaves all of it."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
+    bad_words: tuple[str, ...] = ()
+    """Words of one token each that are never sampled. Only with raw logprobs, which are those without the ban."""
 
 
 class OptimizerConfig(StrictModel):
@@ -382,6 +388,12 @@ class Recipe(StrictModel):
         """The run's folder."""
         return self.run.root / self.run.name
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that an expanded prompt may have: `data.max_prompt_tokens`, and what the context leaves before a reply."""
+        room = self.rollout.engine.max_model_len - self.data.min_generation_tokens
+        return min(self.data.max_prompt_tokens, room)
+
     @model_validator(mode="after")
     def _megatron_can(self) -> Recipe:
         if self.trainer.backend != "megatron":
@@ -423,12 +435,25 @@ class Recipe(StrictModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
+        context = self.rollout.engine.max_model_len
+        if self.data.min_generation_tokens >= context:
+            raise ValueError(
+                f"data.min_generation_tokens {self.data.min_generation_tokens} leaves no prompt room in "
+                f"rollout.engine.max_model_len {context}: lower it"
+            )
+        if self.data.min_generation_tokens > self.sampling.max_tokens:
+            raise ValueError(
+                f"data.min_generation_tokens {self.data.min_generation_tokens} > sampling.max_tokens "
+                f"{self.sampling.max_tokens}: no reply is that long"
+            )
         longest = self.data.max_prompt_tokens + self.sampling.max_tokens
-        if longest > self.rollout.engine.max_model_len:
+        if self.sampling.cap_to_context:
+            longest = min(longest, context)
+        if longest > context:
             raise ValueError(
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} + sampling.max_tokens {self.sampling.max_tokens} "
                 f"= {longest} > rollout.engine.max_model_len {self.rollout.engine.max_model_len}: "
-                "raise the last or lower the others"
+                "raise the last, lower the others, or set sampling.cap_to_context = true"
             )
         if longest > self.trainer.micro_batch_tokens:
             raise ValueError(
@@ -448,6 +473,17 @@ class Recipe(StrictModel):
             raise ValueError(
                 "sampling.top_p/top_k filter the distribution: processed logprobs would not match the trainer's; "
                 "set rollout.logprobs_mode = raw, or rollout.engine.return_sampling_mask, or top_p = 1 and top_k = -1"
+            )
+        if self.sampling.bad_words and self.rollout.logprobs_mode is LogprobsMode.PROCESSED:
+            raise ValueError(
+                f"sampling.bad_words {list(self.sampling.bad_words)} change the distribution that is sampled, and processed "
+                "logprobs with it, which the trainer does not compute: set rollout.logprobs_mode = raw"
+            )
+        played = [s.task_name for s in (*self.data.train_sets, *self.data.heldout_sets) if s.environment]
+        if self.sampling.bad_words and played:
+            raise ValueError(
+                f"sampling.bad_words cannot be kept from {played[0]}: episodes ask over OpenAI routes, which take no bans; "
+                "set rollout.engine.media_tokens = ban for media tokens, or leave them out"
             )
         if self.trainer.generations_per_prompt < 2 and self.objective.baseline == "leave_one_out":
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -224,6 +224,35 @@ class GatewayConfig(StrictModel):
         return self
 
 
+_OWN_ARGUMENTS = frozenset(
+    {
+        "model",
+        "tokenizer",
+        "dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "tensor_parallel_size",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "block_size",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "limit_mm_per_prompt",
+        "mm_processor_cache_gb",
+        "mm_processor_kwargs",
+        "mm_device_do_normalize",
+        "logprobs_mode",
+        "scheduling_policy",
+        "worker_extension_cls",
+        "distributed_executor_backend",
+        "enable_return_routed_experts",
+        "return_sampling_mask",
+        "trust_remote_code",
+    }
+)
+
+
 class EngineConfig(StrictModel):
     """One vLLM engine. Names follow vLLM's own."""
 
@@ -251,6 +280,8 @@ class EngineConfig(StrictModel):
     """Most pictures in one prompt."""
     videos_per_prompt: int = Field(0, ge=0)
     """Most clips in one prompt."""
+    video_frames: int | None = Field(None, gt=0)
+    """Frames of the longest clip, for vLLM's estimate of memory; default: vLLM's."""
     processor_cache_gb: float = Field(1.0, ge=0)
     """vLLM's own cache of processed media, GiB."""
     media_tokens: Literal["stop", "ban"] = "stop"
@@ -262,6 +293,17 @@ class EngineConfig(StrictModel):
     """Return which tokens top-k and top-p left to choose from, at each token. vLLM 0.32 on GPU."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; default: all."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """More of vLLM's engine arguments, by its names (`mamba_ssm_cache_dtype`, `attention_backend`, ...); an engine that does not
+    know one does not start."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _are_not_ours(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        ours = sorted(set(arguments) & _OWN_ARGUMENTS)
+        if ours:
+            raise ValueError(f"{', '.join(ours)} cannot be set here: other settings of the recipe decide it")
+        return arguments
 
 
 class RolloutConfig(StrictModel):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from omnifleet.config.services import EngineConfig, RolloutConfig
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine.checkpoint import read_config
 from omnifleet_rollout.engine.vllm_compat import Compatibility, extra_outputs
 
@@ -67,9 +69,8 @@ def launch(
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager,
         enable_prefix_caching=engine.enable_prefix_caching,
-        limit_mm_per_prompt={"image": engine.images_per_prompt, "video": engine.videos_per_prompt},
+        limit_mm_per_prompt={"image": engine.images_per_prompt, "video": _clips(engine)},
         mm_processor_cache_gb=engine.processor_cache_gb,
-        skip_mm_profiling=current_platform.is_cpu(),
         use_tqdm_on_load=False,
         logprobs_mode=f"{config.logprobs_mode}_logprobs",
         scheduling_policy="priority",
@@ -78,6 +79,7 @@ def launch(
         **{name: value for name, value in optional.items() if value is not None},
         **_pixels_as_given(AsyncEngineArgs),
         **extras,
+        **_asked(engine.arguments, AsyncEngineArgs, cpu=current_platform.is_cpu()),
     )
     if current_platform.is_cpu():
         # No thread pool before the fork: the child could not use it. The front end does no arithmetic of weight.
@@ -101,6 +103,28 @@ def _pixels_as_given(engine_args: Any) -> dict[str, bool]:
         if "mm_device_do_normalize" in engine_args.__dataclass_fields__
         else {}
     )
+
+
+def _clips(engine: EngineConfig) -> int | dict[str, int]:
+    """vLLM's limit of clips; with their length where it is known."""
+    if engine.video_frames is None or not engine.videos_per_prompt:
+        return engine.videos_per_prompt
+    return {"count": engine.videos_per_prompt, "num_frames": engine.video_frames}
+
+
+def _asked(arguments: Mapping[str, Any], engine_args: Any, *, cpu: bool) -> dict[str, Any]:
+    """The recipe's own arguments over our defaults. Raises INVALID_CONFIG for one that this vLLM does not have."""
+    known = engine_args.__dataclass_fields__
+    for name in arguments:
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
+            raise OmnifleetError(
+                Reason.INVALID_CONFIG,
+                f"vllm {vllm_version()} has no engine argument {name!r}"
+                + (f"; near it: {', '.join(near)}" if near else ""),
+                knob=f"rollout.engine.arguments.{name}",
+            )
+    return {"skip_mm_profiling": cpu, **arguments}
 
 
 def _stat_logger(on_stats: Callable[[int, int, float], None]) -> Any:

@@ -25,6 +25,17 @@ class ChatTemplate:
         )
         return [int(token) for token in ids]
 
+    def token(self, word: str) -> int:
+        """The id of a word that is one token. Raises INVALID_CONFIG for another."""
+        ids = self.tokenizer(word, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise OmnifleetError(
+                Reason.INVALID_CONFIG,
+                f"{word!r} is {len(ids)} tokens of this checkpoint; only single tokens can be kept from replies",
+                knob="sampling.bad_words",
+            )
+        return int(ids[0])
+
     def opened(self) -> str:
         """What the template already opened for the reply, e.g. "<think>\\n"; "" if nothing."""
         whole = str(

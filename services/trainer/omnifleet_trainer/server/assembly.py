@@ -37,7 +37,7 @@ from omnifleet_trainer.loop.start import Start
 from omnifleet_trainer.loop.weights import Weights
 from omnifleet_trainer.objectives.rewards import reachable
 from omnifleet_trainer.refit.open import open_guard, open_sender
-from omnifleet_trainer.rendering import Renderer, load_template
+from omnifleet_trainer.rendering import ChatTemplate, Renderer, load_template
 from omnifleet_trainer.server.checkpoints import Checkpoints
 from omnifleet_trainer.server.refits import FleetRefits
 from omnifleet_trainer.sinks.build import open_sinks
@@ -144,7 +144,7 @@ async def assembled(
             read_image_processor(model),
             placeholder=image_token_id(model),
             run=name,
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            max_prompt_tokens=recipe.longest_prompt,
             clips=_clips(model),
         )
         prompter = Prompter(
@@ -180,7 +180,7 @@ async def assembled(
             counters=counters,
         )
         prompts = Prompts(train_rows, ledger, seed=recipe.run.seed, max_epochs=recipe.data.max_epochs)
-        sampling = _sampling(recipe)
+        sampling = _sampling(recipe, template)
         rollouts = Rollouts(
             prompts,
             asker,
@@ -326,5 +326,8 @@ def _dynamic_sampling(recipe: Recipe) -> dict[str, SignalFilter]:
     return {"keeps": SignalFilter(prompts_per_step=recipe.trainer.prompts_per_step, limit=limit)}
 
 
-def _sampling(recipe: Recipe) -> Sampling:
-    return Sampling(n=recipe.trainer.generations_per_prompt, **recipe.sampling.model_dump())
+def _sampling(recipe: Recipe, template: ChatTemplate) -> Sampling:
+    """As the recipe says; the worker itself ends a reply at the end of the context."""
+    drawn = recipe.sampling.model_dump(exclude={"cap_to_context", "bad_words"})
+    banned = tuple(template.token(word) for word in recipe.sampling.bad_words)
+    return Sampling(n=recipe.trainer.generations_per_prompt, banned_token_ids=banned, **drawn)
