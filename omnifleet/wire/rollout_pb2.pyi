@@ -52,7 +52,7 @@ class ChatPrompt(_message.Message):
     def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., template_kwargs_json: _Optional[str] = ..., required_prefix_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "identity", "tokens", "chat", "media", "sampling", "weight_version", "priority", "return_prompt_token_ids", "return_text", "continuation", "expected_logprobs_mode", "whole_samples")
+    __slots__ = ("request_id", "identity", "tokens", "chat", "media", "sampling", "weight_version", "priority", "return_prompt_token_ids", "return_text", "continuation", "expected_logprobs_mode", "whole_samples", "batched")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class GenerateRequest(_message.Message):
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    BATCHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     identity: _common_pb2.Identity
     tokens: TokenPrompt
@@ -79,7 +80,8 @@ class GenerateRequest(_message.Message):
     continuation: Continuation
     expected_logprobs_mode: str
     whole_samples: bool
-    def __init__(self, request_id: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., weight_version: _Optional[_Union[_common_pb2.VersionBound, _Mapping]] = ..., priority: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., return_text: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., expected_logprobs_mode: _Optional[str] = ..., whole_samples: _Optional[bool] = ...) -> None: ...
+    batched: bool
+    def __init__(self, request_id: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., weight_version: _Optional[_Union[_common_pb2.VersionBound, _Mapping]] = ..., priority: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., return_text: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., expected_logprobs_mode: _Optional[str] = ..., whole_samples: _Optional[bool] = ..., batched: _Optional[bool] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("token_ids", "logprobs", "spans")
@@ -92,18 +94,26 @@ class Continuation(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("sample", "prompt", "chunk", "finished", "failed")
+    __slots__ = ("sample", "prompt", "chunk", "finished", "failed", "batch")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     sample: int
     prompt: PromptEcho
     chunk: TokenChunk
     finished: Finished
     failed: SampleFailed
-    def __init__(self, sample: _Optional[int] = ..., prompt: _Optional[_Union[PromptEcho, _Mapping]] = ..., chunk: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[SampleFailed, _Mapping]] = ...) -> None: ...
+    batch: EventBatch
+    def __init__(self, sample: _Optional[int] = ..., prompt: _Optional[_Union[PromptEcho, _Mapping]] = ..., chunk: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[SampleFailed, _Mapping]] = ..., batch: _Optional[_Union[EventBatch, _Mapping]] = ...) -> None: ...
+
+class EventBatch(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[GenerateEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[GenerateEvent, _Mapping]]] = ...) -> None: ...
 
 class PromptEcho(_message.Message):
     __slots__ = ("prompt_hash", "token_ids", "prompt_tokens", "worker", "logprobs_mode", "media", "engine", "processor_fingerprints", "max_tokens")
