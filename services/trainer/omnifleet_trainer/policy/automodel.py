@@ -29,6 +29,7 @@ from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_names
 from omnifleet_trainer.policy.onerank import OneRankPolicy, start_group
 from omnifleet_trainer.policy.optimizer import Optimizer
+from omnifleet_trainer.policy.replay import Routers
 from omnifleet_trainer.policy.vision import Vision
 
 _ENCODER = ("model.visual.", "visual.")
@@ -77,6 +78,7 @@ class AutoModelPolicy(OneRankPolicy):
         self._chunk = trainer.logprob_chunk or 0
         self._head = plain_head(self._model) if self._chunk else None
         self._flops = FlopsModel.of(self._model, _ENCODER)
+        self._routers = Routers(self._model)
         self._remember_reference()
 
     def describe(self) -> dict[str, str]:
@@ -142,7 +144,8 @@ class AutoModelPolicy(OneRankPolicy):
         def forward(micro: MicroBatch) -> Tensor:
             wanted = torch.arange(micro.first - 1, micro.input_ids.shape[1] - 1, device=self._device)
             half = self._trainer.dtype == "bfloat16"
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=half):
+            autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=half)
+            with autocast, self._routers.replaying(micro):
                 arguments = self._vision.arguments(micro, batch.segments)
                 if self._head is not None:
                     hidden = self._family.body(**arguments, use_cache=False).last_hidden_state

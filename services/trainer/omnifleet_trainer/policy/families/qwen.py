@@ -73,7 +73,7 @@ class Qwen2VL(TextModel):
 
 
 class Qwen3VL(Qwen2VL):
-    """Qwen3-VL, dense: the tower also gives features of inner layers, which the first language layers add.
+    """Qwen3-VL, dense or a mixture: the tower also gives features of inner layers, which the first language layers add.
 
     W = H x (1 + number of inner layers). The whole model's forward makes those arguments itself, from pixels; its
     language model takes them, so that is what runs here.
@@ -105,7 +105,12 @@ class Qwen3VL(Qwen2VL):
         }
 
 
-FAMILIES: dict[str, type[Qwen2VL]] = {"qwen2_vl": Qwen2VL, "qwen2_5_vl": Qwen2VL, "qwen3_vl": Qwen3VL}
+FAMILIES: dict[str, type[Qwen2VL]] = {
+    "qwen2_vl": Qwen2VL,
+    "qwen2_5_vl": Qwen2VL,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VL,
+}
 """By model_type of the config."""
 
 
