@@ -65,7 +65,8 @@ def write_recipe(folder: Path, **trainer_settings: Any) -> Path:
         "run": {"name": "run", "root": str(folder)},
         "model": {"path": str(folder / "model")},
         "reward": [{"name": "format"}],
-        "sampling": {"max_tokens": 12},
+        "sampling": {"max_tokens": 12, "top_k": 3},
+        "rollout": {"engine": {"return_routed_experts": True, "return_sampling_mask": True}},
         "data": {"max_prompt_tokens": 200},
         "evaluation": {"size": 4, "controls": True},
         "trainer": {
@@ -136,6 +137,8 @@ async def test_a_run_survives_kill_9_and_sigterm_of_the_trainer(tmp_path: Path) 
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert max(row["lag_max"] for row in rows if "lag_max" in row) <= 1
     assert "heldout_reward" in rows[-1]
+    replayed = {(row["replayed/experts"], row["replayed/sampling_masks"]) for row in rows if "lag_max" in row}
+    assert replayed == {(1.0, 1.0)}, "what engines return comes through services and ledger to each trained sample"
 
 
 async def test_a_missing_model_is_said_before_anything_is_waited_for(tmp_path: Path) -> None:
