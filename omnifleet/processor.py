@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,21 @@ _CLIPS_OF = {
     "Qwen2VLImageProcessorPil": "Qwen2VLVideoProcessor",
     "NemotronH_Omni_Reasoning_V3ImageProcessor": "NemotronH_Omni_Reasoning_V3VideoProcessor",
 }
+
+
+_CLIP_SETTINGS = {
+    "NemotronH_Omni_Reasoning_V3VideoProcessor": frozenset(
+        {
+            "video_target_num_patches",
+            "video_maintain_aspect_ratio",
+            "temporal_patch_size",
+            "patch_size",
+            "downsample_ratio",
+        }
+    ),
+    "Qwen2VLVideoProcessor": frozenset({"min_pixels", "max_pixels"}),
+}
+"""Settings that a class has although a checkpoint's file may leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +91,13 @@ def read_image_processor(model_dir: Path) -> ProcessorSpec:
     return ProcessorSpec(class_name.removesuffix("Fast"), config)
 
 
-def read_video_processor(model_dir: Path) -> ProcessorSpec:
+def read_video_processor(
+    model_dir: Path, changes: Mapping[str, bool | int | float] | None = None
+) -> ProcessorSpec:
     """The processor of clips of a Hugging Face checkpoint folder, without its own sampling of frames.
+
+    changes: settings that win over the checkpoint's (`rollout.engine.clips`); of Nemotron Omni also `temporal_patch_size`,
+    `video_target_num_patches` and `video_maintain_aspect_ratio`, which its files leave out.
 
     Reads video_preprocessor_config.json, or the `video_processor` part of processor_config.json; older checkpoints have
     neither, and their clips go by the settings of pictures. Raises as `read_image_processor`, and UNSUPPORTED if the
@@ -87,13 +108,13 @@ def read_video_processor(model_dir: Path) -> ProcessorSpec:
         nested = (_read_json(model_dir / "processor_config.json") or {}).get("video_processor")
         body = nested if isinstance(nested, dict) else None
     if body is None:
-        return _clips_like_pictures(model_dir)
+        return _changed(_clips_like_pictures(model_dir), changes or {})
     class_name = body.get("video_processor_type")
     if not isinstance(class_name, str):
         raise invalid(
             f"{model_dir}: the video processor has no video_processor_type", reason=Reason.INVALID_CONFIG
         )
-    return ProcessorSpec(class_name, _of_clips(body))
+    return _changed(ProcessorSpec(class_name, _of_clips(body)), changes or {})
 
 
 def image_token_id(model_dir: Path) -> int:
@@ -131,6 +152,19 @@ def _clips_like_pictures(model_dir: Path) -> ProcessorSpec:
             Reason.UNSUPPORTED, f"{model_dir}: no video processor is known beside {pictures.class_name}"
         )
     return ProcessorSpec(class_name, _of_clips(pictures.config))
+
+
+def _changed(spec: ProcessorSpec, changes: Mapping[str, bool | int | float]) -> ProcessorSpec:
+    """The spec with other settings; one that its family does not know would change nothing, and is refused."""
+    known = set(spec.config) | _CLIP_SETTINGS.get(spec.class_name, frozenset())
+    for name in changes:
+        if name not in known:
+            raise invalid(
+                f"{spec.class_name} has no setting {name!r}; it has {', '.join(sorted(known))}",
+                knob=f"rollout.engine.clips.{name}",
+                reason=Reason.INVALID_CONFIG,
+            )
+    return ProcessorSpec(spec.class_name, {**spec.config, **changes})
 
 
 def _of_clips(body: dict[str, Any]) -> dict[str, Any]:

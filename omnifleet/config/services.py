@@ -282,6 +282,9 @@ class EngineConfig(StrictModel):
     """Most clips in one prompt."""
     video_frames: int | None = Field(None, gt=0)
     """Frames of the longest clip, for vLLM's estimate of memory; default: vLLM's."""
+    clips: dict[str, bool | int | float] = Field(default_factory=dict)
+    """Settings of the checkpoint's processor of clips that the run changes, e.g. {video_target_num_patches: 1024}. The trainer
+    takes the same; they are part of a segment's fingerprint, so neither could differ from the other unseen."""
     processor_cache_gb: float = Field(1.0, ge=0)
     """vLLM's own cache of processed media, GiB."""
     media_tokens: Literal["stop", "ban"] = "stop"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import make_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +15,16 @@ from omnifleet.config import Recipe
 from omnifleet.config.load import merge, recipe_from_mapping
 from omnifleet.config.services import EngineConfig
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.processor import read_video_processor
 from omnifleet.types import Sampling
+from omnifleet.vision_grid import nemotron_clip_grid
 from omnifleet.wire import rollout_pb2
 from omnifleet_rollout.engine import vllm_launch
 from omnifleet_rollout.engine.port import EnginePrompt
 from omnifleet_rollout.worker.generation import Generation
+from omnifleet_trainer.data.templates import read_template
 from omnifleet_trainer.rendering import ChatTemplate
-from omnifleet_trainer.server.assembly import _sampling
+from omnifleet_trainer.server.assembly import _clips, _sampling
 
 BODY: dict[str, Any] = {
     "run": {"name": "t"},
@@ -135,3 +140,51 @@ def test_a_worker_caps_a_reply_to_what_the_context_leaves() -> None:
     request = rollout_pb2.GenerateRequest(tokens=rollout_pb2.TokenPrompt(token_ids=range(250)))
     call = asyncio.run(generation._prepare(request, Sampling(max_tokens=200)))
     assert call.sampling.max_tokens == 6
+
+
+NEMOTRON = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 16}
+
+
+def test_the_run_changes_the_processor_of_clips_on_both_sides(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(NEMOTRON))
+    own = read_video_processor(tmp_path)
+    changed = read_video_processor(tmp_path, {"video_target_num_patches": 256})
+    assert own.config == {"patch_size": 16}
+    assert changed.config == {"patch_size": 16, "video_target_num_patches": 256}
+    assert _clips(tmp_path, {"video_target_num_patches": 256}) == changed, "the trainer's is the engine's"
+
+
+def test_a_setting_that_a_processor_of_clips_lacks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(NEMOTRON))
+    with pytest.raises(OmnifleetError, match="no setting 'video_target_patches'") as caught:
+        read_video_processor(tmp_path, {"video_target_patches": 256})
+    assert caught.value.knob == "rollout.engine.clips.video_target_patches"
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "tile"),
+    [(1280, 720, (672, 384)), (320, 180, (672, 384)), (640, 640, (512, 512)), (720, 1280, (384, 672))],
+)
+def test_a_frame_becomes_one_tile_near_the_target(width: int, height: int, tile: tuple[int, int]) -> None:
+    """The sizes of NeMo RL's own examples: 1024 patches of 16 pixels, aspect kept, small clips grown."""
+    grid = nemotron_clip_grid({"video_target_num_patches": 1024}, height, width, 32)
+    assert (grid.w * 16, grid.h * 16) == tile
+    assert grid.tokens == 16 * (256 if width == height else 252)
+
+
+def test_without_its_aspect_a_frame_becomes_a_square() -> None:
+    settings = {"video_target_num_patches": 1024, "video_maintain_aspect_ratio": False}
+    grid = nemotron_clip_grid(settings, 720, 1280, 32)
+    assert (grid.h, grid.w, grid.tokens) == (32, 32, 16 * 256)
+
+
+def test_four_small_frames_at_a_small_target() -> None:
+    """NeMo RL's test: 4 frames of 16 x 8 with target 64 are tiles of 96 x 160, 15 tokens a tubelet."""
+    grid = nemotron_clip_grid({"video_target_num_patches": 64}, 8, 16, 4)
+    assert (grid.h * 16, grid.w * 16, grid.tokens_per_moment, grid.tokens) == (96, 160, 15, 30)
+
+
+def test_a_shipped_prompt_is_known_by_its_name(tmp_path: Path) -> None:
+    assert "<think>" not in read_template(Path("clevr-cogent-omni")), "the chat template opens it"
+    with pytest.raises(OmnifleetError, match="no-such-prompt"):
+        read_template(Path("no-such-prompt"))

@@ -204,7 +204,7 @@ def _modalities(model: Path, architecture: str, engine: EngineConfig) -> dict[Me
                 knob=knob,
             )
         kinds[MediaKind.VIDEO] = Modality(
-            read_video_processor(model), video_token_id(model), engine.videos_per_prompt, knob
+            read_video_processor(model, engine.clips), video_token_id(model), engine.videos_per_prompt, knob
         )
     return kinds
 

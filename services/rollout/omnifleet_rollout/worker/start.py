@@ -99,7 +99,7 @@ def _fake_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Eng
         return FakeEngine(**facts)
     processors = {MediaKind.IMAGE: read_image_processor(model)}
     try:
-        processors[MediaKind.VIDEO] = read_video_processor(model)
+        processors[MediaKind.VIDEO] = read_video_processor(model, config.engine.clips)
     except OmnifleetError:
         log.info("%s takes no clips", model)
 

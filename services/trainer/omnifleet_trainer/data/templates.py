@@ -16,9 +16,13 @@ def set_template(name: str) -> str:
 
 
 def read_template(path: Path) -> str:
-    """A template without its last line break. Raises INVALID_CONFIG for a file that is missing or has no {}."""
+    """A template without its last line break: a file, or the bare name of one that is shipped.
+
+    Raises INVALID_CONFIG for a file that is missing or has no {}.
+    """
+    shipped = _OWN / f"{path}.txt"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (shipped if len(path.parts) == 1 and shipped.is_file() else path).read_text(encoding="utf-8")
     except OSError as error:
         raise _refused(f"{path}: {error}") from error
     if "{}" not in text:

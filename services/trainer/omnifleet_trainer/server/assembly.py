@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +149,7 @@ async def assembled(
             placeholder=image_token_id(model),
             run=name,
             max_prompt_tokens=recipe.longest_prompt,
-            clips=_clips(model),
+            clips=_clips(model, recipe.rollout.engine.clips),
         )
         prompter = Prompter(
             renderer,
@@ -293,10 +293,10 @@ async def _reachable(recipe: Recipe, reward: RewardClient, opened: str) -> dict[
     return {"reward_reachable": f"{largest:.4g}"}
 
 
-def _clips(model: Path) -> ProcessorSpec | None:
-    """The model's processor of clips, None if it takes none."""
+def _clips(model: Path, changes: Mapping[str, bool | int | float]) -> ProcessorSpec | None:
+    """The model's processor of clips with the run's changes, None if it takes none."""
     try:
-        return read_video_processor(model)
+        return read_video_processor(model, changes)
     except OmnifleetError as error:
         if error.reason is not Reason.UNSUPPORTED:
             raise
