@@ -92,6 +92,28 @@ class PutReply(_message.Message):
     info: ObjectInfo
     def __init__(self, ref: _Optional[_Union[_common_pb2.MediaRef, _Mapping]] = ..., source_digest: _Optional[str] = ..., decoded: _Optional[bool] = ..., durability: _Optional[_Union[Durability, str]] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., info: _Optional[_Union[ObjectInfo, _Mapping]] = ...) -> None: ...
 
+class PutManyRequest(_message.Message):
+    __slots__ = ("header", "sources")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    header: PutHeader
+    sources: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, header: _Optional[_Union[PutHeader, _Mapping]] = ..., sources: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PutOutcome(_message.Message):
+    __slots__ = ("reply", "error")
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    reply: PutReply
+    error: _common_pb2.ErrorDetail
+    def __init__(self, reply: _Optional[_Union[PutReply, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class PutManyReply(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[PutOutcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[PutOutcome, _Mapping]]] = ...) -> None: ...
+
 class ObjectInfo(_message.Message):
     __slots__ = ("ref", "frame_digests", "timestamps_s", "width", "height", "bytes", "facts", "sample_rate", "samples")
     class FactsEntry(_message.Message):

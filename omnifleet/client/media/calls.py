@@ -21,7 +21,8 @@ from omnifleet.wire.server import CHUNK_BYTES
 Answer = TypeVar("Answer")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_PASSING = frozenset({Reason.UNAVAILABLE, Reason.OVERLOADED, Reason.DRAINING})
+PASSING = frozenset({Reason.UNAVAILABLE, Reason.OVERLOADED, Reason.DRAINING})
+"""Reasons that a call is tried again for, by itself."""
 
 
 class MediaCalls:
@@ -80,7 +81,7 @@ class MediaCalls:
                     return await call(max(end - time.monotonic(), 0.001))
             except OmnifleetError as error:
                 wait = max(pause * random.uniform(0.5, 1.5), error.retry_after_ms / 1000)
-                if error.reason not in _PASSING or time.monotonic() + wait >= end:
+                if error.reason not in PASSING or time.monotonic() + wait >= end:
                     raise
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -14,6 +14,7 @@ from omnifleet.client.media.answers import Collected, MediaInfo, Segment, Stat, 
 from omnifleet.client.media.client import MediaClient
 from omnifleet.client.media.reading import Frame, Track
 from omnifleet.client.status import ServiceStatus
+from omnifleet.errors import OmnifleetError
 from omnifleet.processor import ImageProcessorSpec
 from omnifleet.telemetry.payload import PayloadMeter
 from omnifleet.types import Lease, MediaRef
@@ -75,6 +76,12 @@ class SyncMediaClient:
     def put_image(self, data: bytes, run: str, durable: bool = False) -> MediaRef:
         """As `MediaClient.put_image`."""
         return self._do(self.client.put_image(data, run, durable))
+
+    def put_many(
+        self, sources: Sequence[bytes], run: str, **options: Any
+    ) -> list[media_pb2.PutReply | OmnifleetError]:
+        """As `MediaClient.put_many`."""
+        return self._do(self.client.put_many(sources, run, **options))
 
     def put(self, data: bytes, run: str, **options: Any) -> media_pb2.PutReply:
         """As `MediaClient.put`."""

@@ -3,47 +3,43 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from omnifleet.address import frame_digest, track_digest
 from omnifleet.config.services import MediaLimits
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.types import Digest, MediaKind
+from omnifleet.types import MediaKind
 from omnifleet_media.address.contract import STILL, TRACK, DecodeContract
 from omnifleet_media.ingest.source import Source
+from omnifleet_media.sandbox.frames import Header
 from omnifleet_media.sandbox.pool import ProcessPool
 
 _LARGEST_ANSWER = 4 << 30
 
 
+Array = npt.NDArray[Any]
+Kept = TypeVar("Kept")
+Take = Callable[[Array, int], Kept]
+"""What to make of a frame, uint8 RGB (H, W, 3) and 0, or of a track, float32 (N,) and its samples a second. The array is
+nobody else's, and its memory is used again afterwards. Runs in a thread, while the next source is being decoded."""
+
+
 @dataclass(frozen=True, slots=True)
-class Decoded:
-    """Canonical frames, each uint8 RGB (H, W, 3) of one size, with times in seconds for clips; or one track: float32
-    samples at `sample_rate` a second."""
+class Decoded(Generic[Kept]):
+    """What was made of the canonical frames, all of one size, or of the track.
+
+    size: (width, height) in pixels; of a track: (samples, samples a second). timestamps_s: of the frames of a clip.
+    """
 
     kind: MediaKind
-    frames: list[npt.NDArray[Any]]
+    frames: list[Kept]
+    size: tuple[int, int]
     timestamps_s: list[float] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
-    sample_rate: int = 0
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(width, height) in pixels; of a track: (samples, samples a second)."""
-        if self.kind is MediaKind.AUDIO:
-            return len(self.frames[0]), self.sample_rate
-        height, width = self.frames[0].shape[:2]
-        return width, height
-
-    def digests(self) -> list[Digest]:
-        """The address of each frame, or of the track."""
-        if self.kind is MediaKind.AUDIO:
-            return [track_digest(self.frames[0], self.sample_rate)]
-        return [frame_digest(frame) for frame in self.frames]
 
 
 class Decoder:
@@ -56,29 +52,37 @@ class Decoder:
         self.pictures = _pool("pictures", processes, limits, max(3 * limits.pixels, answer_bytes))
         self.clips = _pool("clips", processes, limits, answer_bytes)
 
-    async def decode(self, source: Source, contract: DecodeContract) -> Decoded:
-        """Frames or track of a source. Raises OmnifleetError: INVALID_MEDIA, LIMIT_EXCEEDED, UNSUPPORTED, OVERLOADED."""
+    async def decode(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
+        """Frames or track of a source, each as `take` keeps it.
+
+        Raises OmnifleetError: INVALID_MEDIA, LIMIT_EXCEEDED, UNSUPPORTED, OVERLOADED; and what `take` raises.
+        """
         if contract.sampling == STILL:
-            return await self._picture(source, contract)
+            return await self._picture(source, contract, take)
         if contract.sampling == TRACK:
-            return await self._track(source, contract)
-        return await self._clip(source, contract)
+            return await self._track(source, contract, take)
+        return await self._clip(source, contract, take)
 
     async def close(self) -> None:
         """End the processes."""
         await self.pictures.close()
         await self.clips.close()
 
-    async def _picture(self, source: Source, contract: DecodeContract) -> Decoded:
+    async def _picture(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
         request = {
             "codec": source.type.codec,
             "pixels": self._limits.pixels,
             "background": contract.background,
         }
-        answer, body = await self.pictures.call(request, source.data)
-        return Decoded(MediaKind.IMAGE, _frames(answer, body, 1))
 
-    async def _clip(self, source: Source, contract: DecodeContract) -> Decoded:
+        def kept(answer: Header, body: memoryview) -> Decoded[Kept]:
+            frames = _taken(answer, body, 1, take)
+            return Decoded(MediaKind.IMAGE, frames, _size(answer))
+
+        decoded: Decoded[Kept] = await self.pictures.call(request, source.data, kept)
+        return decoded
+
+    async def _clip(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
         request: dict[str, Any] = {
             "codec": source.type.codec,
             "sampling": contract.sampling,
@@ -92,27 +96,49 @@ class Decoder:
             "frames": self._limits.frames,
             "bytes": min(self._limits.decode_memory_bytes, _LARGEST_ANSWER),
         }
-        pool = self.pictures if source.type.codec else self.clips
-        answer, body = await pool.call(request, source.data)
-        frames = _frames(answer, body, answer["frames"])
-        return Decoded(MediaKind.VIDEO, frames, answer["timestamps_s"], answer["facts"])
 
-    async def _track(self, source: Source, contract: DecodeContract) -> Decoded:
+        def kept(answer: Header, body: memoryview) -> Decoded[Kept]:
+            frames = _taken(answer, body, answer["frames"], take)
+            return Decoded(MediaKind.VIDEO, frames, _size(answer), answer["timestamps_s"], answer["facts"])
+
+        pool = self.pictures if source.type.codec else self.clips
+        decoded: Decoded[Kept] = await pool.call(request, source.data, kept)
+        return decoded
+
+    async def _track(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
         if source.type.codec:
             raise OmnifleetError(Reason.INVALID_MEDIA, f"no_audio_stream: {source.type.mime} has no sound")
         request = {"sample_rate": contract.sample_rate, "seconds": self._limits.seconds}
-        answer, body = await self.clips.call(request, source.data)
-        if len(body) != 4 * answer["samples"]:
-            raise _odd_answer(body, f"{answer['samples']} samples")
-        samples = np.frombuffer(body, "<f4")
-        return Decoded(MediaKind.AUDIO, [samples], facts=answer["facts"], sample_rate=contract.sample_rate)
+
+        def kept(answer: Header, body: memoryview) -> Decoded[Kept]:
+            if len(body) != 4 * answer["samples"]:
+                raise _odd_answer(body, f"{answer['samples']} samples")
+            samples = np.frombuffer(body, "<f4").copy()
+            size = len(samples), contract.sample_rate
+            return Decoded(
+                MediaKind.AUDIO, [take(samples, contract.sample_rate)], size, facts=answer["facts"]
+            )
+
+        decoded: Decoded[Kept] = await self.clips.call(request, source.data, kept)
+        return decoded
 
 
-def _frames(answer: dict[str, Any], body: memoryview, count: int) -> list[npt.NDArray[np.uint8]]:
+def _size(answer: Header) -> tuple[int, int]:
     height, width, _ = answer["shape"]
+    return width, height
+
+
+def _taken(answer: Header, body: memoryview, count: int, take: Take[Kept]) -> list[Kept]:
+    """Each frame, copied out of the decoder's reach into memory that stays in the processor's cache, then taken."""
+    width, height = _size(answer)
     if len(body) != count * height * width * 3:
         raise _odd_answer(body, f"{count} frames")
-    return list(np.frombuffer(body, np.uint8).reshape(count, height, width, 3))
+    frames = np.frombuffer(body, np.uint8).reshape(count, height, width, 3)
+    own, kept = np.empty((height, width, 3), np.uint8), []
+    for frame in frames:
+        own[:] = frame
+        kept.append(take(own, 0))
+    return kept
 
 
 def _odd_answer(body: memoryview, what: str) -> OmnifleetError:

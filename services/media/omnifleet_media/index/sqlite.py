@@ -1,4 +1,5 @@
-"""The embedded index: SQLite in WAL mode, one thread, one transaction a method. Processes of one host may share it."""
+"""The embedded index: SQLite in WAL mode, one thread, one step a method; steps that wait share a
+transaction. Processes of one host may share it."""
 
 # ruff: noqa: D102 -- the methods are documented in the port
 
@@ -17,6 +18,7 @@ from omnifleet.types import Digest, Lease, MediaKind
 from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index import tables
 from omnifleet_media.index.port import BlobName, Claim, Entry, Kind, SegmentRecord, Unit
+from omnifleet_media.index.together import Outcome, Step, Together
 
 Answer = TypeVar("Answer")
 
@@ -31,6 +33,7 @@ class SqliteIndex:
         self._path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-index")
         self._thread.submit(self._open).result()
+        self._steps = Together(self._thread, self._run)
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,13 +59,10 @@ class SqliteIndex:
         db.execute(f"PRAGMA user_version = {tables.VERSION}")
 
     async def _read(self, step: Callable[[sqlite3.Connection], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, step, "BEGIN")
+        return await self._steps.do(step, writes=False)
 
     async def _write(self, step: Callable[[sqlite3.Connection], Answer]) -> Answer:
-        """The write lock is taken at once: a transaction that reads first could not get it later."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._transact, step, "BEGIN IMMEDIATE"
-        )
+        return await self._steps.do(step, writes=True)
 
     def _transact(self, step: Callable[[sqlite3.Connection], Answer], begin: str) -> Answer:
         try:
@@ -76,6 +76,29 @@ class SqliteIndex:
                     self._db.execute("ROLLBACK")
         except sqlite3.DatabaseError as error:
             raise _index_error(self._path, error) from error
+
+    def _run(self, steps: Sequence[Step], writes: bool) -> list[Outcome]:
+        """All in one transaction, each as if alone. The write lock is taken at once: a transaction that reads first
+        could not get it later."""
+        try:
+            return self._transact(
+                lambda db: [self._alone(db, step) for step in steps], "BEGIN IMMEDIATE" if writes else "BEGIN"
+            )
+        except OmnifleetError as error:
+            return [error for _ in steps]
+
+    def _alone(self, db: sqlite3.Connection, step: Step) -> Outcome:
+        db.execute("SAVEPOINT step")
+        try:
+            answer = step(db)
+        except (sqlite3.DatabaseError, ValueError, LookupError, TypeError) as error:
+            if not db.in_transaction:  # the whole of it was rolled back
+                raise
+            db.execute("ROLLBACK TO step")
+            db.execute("RELEASE step")
+            return _index_error(self._path, error) if isinstance(error, sqlite3.DatabaseError) else error
+        db.execute("RELEASE step")
+        return (answer,)
 
     # ------------------------------------------------------------------ reads
 
@@ -293,6 +316,9 @@ class SqliteIndex:
         def is_known(db: sqlite3.Connection) -> bool:
             return bool(db.execute(tables.KNOWN, (key,)).fetchone()[0])
 
+        if unless_known and await self._read(is_known):  # the write lock is not for those who read
+            return Claim.KNOWN
+
         def claim(db: sqlite3.Connection) -> Claim:
             if unless_known and is_known(db):  # since it was read
                 return Claim.KNOWN
@@ -302,12 +328,7 @@ class SqliteIndex:
             db.execute("INSERT OR REPLACE INTO flights VALUES (?, ?, ?)", (key, owner, expires_ms))
             return Claim.KNOWN if is_known(db) else Claim.OURS
 
-        def look_then_claim() -> Claim:
-            if unless_known and self._transact(is_known, "BEGIN"):  # the write lock is not for those who read
-                return Claim.KNOWN
-            return self._transact(claim, "BEGIN IMMEDIATE")
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, look_then_claim)
+        return await self._write(claim)
 
     async def end_flight(self, key: Digest, owner: str) -> None:
         query = "DELETE FROM flights WHERE key = ? AND owner = ?"

@@ -1,6 +1,7 @@
 """Memory that the service and one of its processes share, for bodies: no pipe, and no page is made anew for each.
 
-Whoever speaks writes, whoever listens copies out before it looks: what is checked is no longer in the other's reach.
+Two lanes, taken in turn: while one answer is read, the process works on the next request in the other. Whoever speaks
+writes, whoever listens copies out before it looks: what is checked is no longer in the other's reach.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import mmap
 import os
 from collections.abc import Sequence
 
+LANES = 2
 ARENA_BYTES = 64 << 20
-"""Larger bodies go through the socket. Memory is taken as it is first used, and kept until the process ends."""
+"""Of a lane. Larger bodies go through the socket. Memory is taken as it is first used, and kept until the process ends."""
 
 
 class Arena:
@@ -19,29 +21,29 @@ class Arena:
 
     def __init__(self, fd: int) -> None:
         """Map a descriptor of `make_arena`, which the caller may then close. Raises OSError."""
-        self._view = memoryview(mmap.mmap(fd, ARENA_BYTES))
+        self._view = memoryview(mmap.mmap(fd, LANES * ARENA_BYTES))
 
-    def put(self, bodies: Sequence[bytes | memoryview]) -> bool:
-        """Write the bodies one after the other from the start; False if they do not fit."""
+    def put(self, lane: int, bodies: Sequence[bytes | memoryview]) -> bool:
+        """Write the bodies one after the other from the start of a lane; False if they do not fit."""
         flat = [memoryview(body).cast("B") for body in bodies]
         if sum(map(len, flat)) > ARENA_BYTES:
             return False
-        at = 0
+        at = lane * ARENA_BYTES
         for body in flat:
             self._view[at : at + len(body)] = body
             at += len(body)
         return True
 
-    def copy_to(self, into: memoryview) -> None:
-        """Fill `into` (at most ARENA_BYTES) from the start."""
-        into[:] = self._view[: len(into)]
+    def view(self, lane: int, size: int) -> memoryview:
+        """The first `size` bytes of a lane, which the other side can still change."""
+        return self._view[lane * ARENA_BYTES : lane * ARENA_BYTES + size]
 
 
 def make_arena() -> int:
     """A descriptor for both sides; the caller closes it. Raises OSError."""
     fd = os.memfd_create("omnifleet-bodies", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, ARENA_BYTES)
+        os.ftruncate(fd, LANES * ARENA_BYTES)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import logging
 import os
 import resource
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_media.sandbox.arena import Arena
+from omnifleet_media.sandbox.arena import LANES, Arena
 from omnifleet_media.sandbox.frames import Header, receive, send
 from omnifleet_media.sandbox.seccomp import give_up
 
@@ -70,10 +71,13 @@ def main() -> int:
     facts = role.prepare()
     _limit(memory_bytes)
     unfiltered = give_up(opening=not getattr(role, "OPENS_FILES", False))
-    send(sock, arena, {**facts, "pid": os.getpid(), "unfiltered": unfiltered})
-    while (request := receive(sock, arena)) is not None:
+    send(sock, arena, 0, {**facts, "pid": os.getpid(), "unfiltered": unfiltered})
+    for lane in itertools.cycle(range(LANES)):
+        request = receive(sock, arena, lane)
+        if request is None:
+            break
         header, bodies = _answer(role, *request)
-        send(sock, arena, header, *bodies)
+        send(sock, arena, lane, header, *bodies)
     return 0
 
 

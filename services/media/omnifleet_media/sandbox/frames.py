@@ -17,24 +17,22 @@ HEADER_BYTES = 1 << 20
 Header = dict[str, Any]
 
 
-def receive(sock: socket.socket, arena: Arena) -> tuple[Header, bytearray] | None:
-    """The next frame of a blocking socket; None when the other side has closed."""
+def receive(sock: socket.socket, arena: Arena, lane: int) -> tuple[Header, bytearray] | None:
+    """The next frame of a blocking socket, whose body is in `lane`; None when the other side has closed."""
     lengths = _exactly(sock, LENGTHS.size)
     if lengths is None:
         return None
     header_bytes, body_bytes, in_arena = LENGTHS.unpack(lengths)
     header = _exactly(sock, header_bytes)
-    body = bytearray(body_bytes) if in_arena else _exactly(sock, body_bytes)
+    body = bytearray(arena.view(lane, body_bytes)) if in_arena else _exactly(sock, body_bytes)
     if header is None or body is None:
         return None
-    if in_arena:
-        arena.copy_to(memoryview(body))
     return json.loads(header), body
 
 
-def send(sock: socket.socket, arena: Arena, header: Header, *bodies: bytes | memoryview) -> None:
-    """Write one frame: the bodies, joined, to the arena, or after the header if they are too large for it."""
-    text, in_arena = json.dumps(header).encode(), arena.put(bodies)
+def send(sock: socket.socket, arena: Arena, lane: int, header: Header, *bodies: bytes | memoryview) -> None:
+    """Write one frame: the bodies, joined, to a lane, or after the header if they are too large for it."""
+    text, in_arena = json.dumps(header).encode(), arena.put(lane, bodies)
     sock.sendall(LENGTHS.pack(len(text), sum(memoryview(b).nbytes for b in bodies), in_arena) + text)
     for body in () if in_arena else bodies:
         sock.sendall(body)

@@ -16,7 +16,7 @@ from omnifleet_media.server.cached_frames import with_files
 from omnifleet_media.server.fetch import Fetcher, check_declared
 from omnifleet_media.server.library import Library, Stored
 
-PUTS = ("media_put", "media_decode", "http_put")
+PUTS = ("media_put", "media_putmany", "media_decode", "http_put")
 """Boundaries at which objects come in."""
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
+import numpy.typing as npt
 
 from omnifleet.address import (
     alias_key,
     digest_bytes,
+    frame_digest,
     processor_fingerprint,
     segment_key,
     source_digest,
+    track_digest,
 )
 from omnifleet.config.services import MediaConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
@@ -56,6 +58,7 @@ _TRIES = 3
 _SHORT_BYTES = 1 << 20  # hashed in less time than it takes to hand the bytes to a thread
 Answer = TypeVar("Answer")
 Piece = tuple[Blob, bytes | memoryview]
+Array = npt.NDArray[Any]
 ContractOf = Callable[[SourceType], DecodeContract]
 
 
@@ -71,6 +74,19 @@ class Stored:
     decoded: bool
     new_frames: int = 0
     new_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A frame or track of `size` bytes that was decoded. new: it was written, and was not here before.
+
+    data: its bytes, if they have yet to be written; else they were here a moment ago.
+    """
+
+    blob: Blob
+    size: int
+    new: bool = False
+    data: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,30 +196,59 @@ class Library:
         return _Made(item)
 
     async def _make(self, alias: Digest, digest: Digest, source: Source, contract: DecodeContract) -> _Made:
-        clip = await self._decoder.decode(source, contract)
-        self.counters.add("decodes")
-        frames = await _computed(sum(frame.nbytes for frame in clip.frames), clip.digests)
-        width, height = clip.size
-        item = MediaObject(
-            kind=clip.kind,
-            frames=tuple(frames),
-            width=width,
-            height=height,
-            timestamps_us=timestamps_us(clip.timestamps_s),
-            facts={"mime": source.type.mime, "source_bytes": str(len(source.data)), **clip.facts},
+        for _ in range(_TRIES):
+            clip = await self._decoder.decode(source, contract, self._keep)
+            self.counters.add("decodes")
+            width, height = clip.size
+            item = MediaObject(
+                kind=clip.kind,
+                frames=tuple(frame.blob.digest for frame in clip.frames),
+                width=width,
+                height=height,
+                timestamps_us=timestamps_us(clip.timestamps_s),
+                facts={"mime": source.type.mime, "source_bytes": str(len(source.data)), **clip.facts},
+            )
+            record = Record(item, alias, digest, len(source.data))
+            new = await self._write_object(record, clip.frames, source)
+            if new is not None:
+                return _Made(item, len(new), sum(new))
+        raise retryable(
+            Reason.OVERLOADED, "frames are evicted as fast as they are stored", knob="media.disk_bytes"
         )
-        pixels = dict(zip(frames, clip.frames, strict=True))
-        pieces: list[Piece] = [
-            (frame_blob(frame, height, width), np.ascontiguousarray(array).data.cast("B"))
-            for frame, array in pixels.items()
-        ]
-        record = Record(item, alias, digest, len(source.data))
+
+    def _keep(self, frame: Array, sample_rate: int) -> _Frame:
+        """Address a decoded frame or track and, if there clearly is room, write it; in the decoder's thread."""
+        if sample_rate:
+            digest, height, width = track_digest(frame, sample_rate), sample_rate, len(frame)
+        else:
+            digest, (height, width, _) = frame_digest(frame), frame.shape
+        blob, size, data = frame_blob(digest, height, width), frame.nbytes, frame.data.cast("B")
+        if self.store.objects is not None or self.store.disk.used + size > self.config.disk_bytes:
+            return _Frame(blob, size, data=bytes(data))
+        return _Frame(blob, size, new=self.store.write_early(blob, data))
+
+    async def _write_object(
+        self, record: Record, frames: Sequence[_Frame], source: Source
+    ) -> list[int] | None:
+        """Answers the bytes of each frame that is new here; None if one that was here has gone meanwhile."""
+        pieces: dict[Digest, _Frame] = {}
+        for frame in frames:
+            pieces.setdefault(frame.blob.digest, frame)
+        here = [frame for frame in pieces.values() if not frame.data]
+        lacking = [(frame.blob, frame.data) for frame in pieces.values() if frame.data]
         kept: list[Piece] = [
-            (manifest_blob(item.digest), record_bytes(record)),
-            (source_blob(digest), source.data),
+            (manifest_blob(record.item.digest), record_bytes(record)),
+            (source_blob(record.source), source.data),
         ]
-        new = await self._write(pieces, kept, lambda: self._index_object(record))
-        return _Made(item, len(new), sum(new))
+
+        async def commit() -> bool:
+            if not all(self.store.disk.has(frame.blob) for frame in here):
+                return False
+            await self._index_object(record)
+            return True
+
+        written = await self._write(lacking, kept, commit)
+        return None if written is None else [*written, *(frame.size for frame in here if frame.new)]
 
     async def _index_object(self, record: Record) -> None:
         source = (record.source, record.source_bytes)
@@ -215,19 +260,19 @@ class Library:
         await self.index.sync()
 
     async def _write(
-        self, pieces: list[Piece], kept: list[Piece], commit: Callable[[], Awaitable[None]]
-    ) -> list[int]:
+        self, pieces: Sequence[Piece], kept: Sequence[Piece], commit: Callable[[], Awaitable[bool]]
+    ) -> list[int] | None:
         """Bytes first, then the index: a kill in between leaves orphans, never a promise without bytes.
 
-        Answers the sizes of those of `pieces` that were not here before; `kept` is written with them.
+        Answers the sizes of those of `pieces` that were not here before; `kept` is written with them. None if `commit`
+        would not.
         """
         new = [len(data) for blob, data in pieces if not self.store.disk.has(blob)]
         room = sum(new) + sum(len(data) for blob, data in kept if not self.store.disk.has(blob))
         await self.retention.make_room(room)
         async with self.store.gate.writing():
             await asyncio.to_thread(self.store.write, [*pieces, *kept])
-            await commit()
-        return new
+            return new if await commit() else None
 
     # ------------------------------------------------------------------ out
 
@@ -335,7 +380,12 @@ class Library:
             key, media, fingerprint, answer["token_count"], tuple(answer["grid"]), len(body), content
         )
         blob = segment_blob(key, content)
-        await self._write([(blob, body)], [], lambda: self.index.write_segment(record, now_ms()))
+
+        async def commit() -> bool:
+            await self.index.write_segment(record, now_ms())
+            return True
+
+        await self._write([(blob, body)], [], commit)
         return record
 
     async def _joined(self, item: MediaObject) -> memoryview:

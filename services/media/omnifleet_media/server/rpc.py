@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import omnifleet
-from omnifleet.errors import invalid
+from omnifleet.errors import OmnifleetError, invalid
 from omnifleet.types import Digest, MediaKind
 from omnifleet.wire import common_pb2, media_pb2
 from omnifleet.wire.codec import (
@@ -22,6 +22,7 @@ from omnifleet.wire.codec import (
     media_from_wire,
     media_to_wire,
 )
+from omnifleet.wire.errors import to_detail
 from omnifleet.wire.media_pb2_grpc import MediaServicer
 from omnifleet.wire.server import CHUNK_BYTES, INSTANCE, handshake
 from omnifleet_media.address.contract import DecodeContract
@@ -31,7 +32,7 @@ from omnifleet_media.index.where import without_secrets
 from omnifleet_media.ingest.slot import contract_for
 from omnifleet_media.ingest.sniff import SourceType
 from omnifleet_media.server.blobs import find_blob, frame_blob, manifest_blob, record_blob
-from omnifleet_media.server.door import Door, PutOptions
+from omnifleet_media.server.door import Door, PutOptions, Upload
 from omnifleet_media.server.library import Stored
 from omnifleet_media.server.retention import now_ms
 
@@ -41,6 +42,7 @@ _KINDS = {
     media_pb2.OBJECT_PART_SOURCE: Kind.SOURCE,
     media_pb2.OBJECT_PART_SEGMENT: Kind.SEGMENT,
 }
+_MANY = 64
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -77,9 +79,28 @@ class MediaRpc(MediaServicer):
                 ended = chunk.last
             if upload.received and not ended:  # so ends the stream of a caller that went away, too
                 raise invalid(f"the upload broke off at byte {upload.received}: its last chunk is missing")
-            source = await self._door.finish(upload, header.url)
-            contract = contract_of(header.contract, header.kind, source.type)
-            stored, lease = await self._door.put("media_put", source, contract, _options(header))
+            return await self._finish("media_put", upload, header)
+
+    async def PutMany(self, request: media_pb2.PutManyRequest, context: Any) -> media_pb2.PutManyReply:
+        header = request.header
+        if header.url or header.bytes or len(request.sources) > _MANY:
+            raise invalid(f"put_many takes at most {_MANY} sources, and a header with neither url nor bytes")
+        outcomes = await asyncio.gather(*(self._outcome(data, header) for data in request.sources))
+        return media_pb2.PutManyReply(outcomes=outcomes)
+
+    async def _outcome(self, data: bytes, header: media_pb2.PutHeader) -> media_pb2.PutOutcome:
+        try:
+            with self._door.upload() as upload:
+                upload.add(data)
+                self._library.counters.add("bytes_received", len(data))
+                return media_pb2.PutOutcome(reply=await self._finish("media_putmany", upload, header))
+        except OmnifleetError as error:
+            return media_pb2.PutOutcome(error=to_detail(error))
+
+    async def _finish(self, boundary: str, upload: Upload, header: media_pb2.PutHeader) -> media_pb2.PutReply:
+        source = await self._door.finish(upload, header.url)
+        contract = contract_of(header.contract, header.kind, source.type)
+        stored, lease = await self._door.put(boundary, source, contract, _options(header))
         reply = put_reply(stored, header.durability)
         if lease is not None:
             reply.lease.CopyFrom(lease_to_wire(lease))

@@ -68,12 +68,11 @@ class DiskTier:
         except FileNotFoundError:
             return 0
 
-    def write(self, blob: Blob, data: bytes | memoryview) -> None:
-        """Store a blob; again is harmless. Raises OmnifleetError(DISK_FULL); nothing half-written is left."""
+    def write(self, blob: Blob, data: bytes | memoryview) -> bool:
+        """Store a blob; False if it was here. Raises OmnifleetError(DISK_FULL); nothing half-written is left."""
         path = self._name(*blob.key)
         try:
-            if not os.path.exists(path):
-                self._place(path, data)
+            return not os.path.exists(path) and self._place(path, data)
         except OSError as error:
             if error.errno in FULL:
                 raise OmnifleetError(
@@ -84,7 +83,7 @@ class DiskTier:
                 ) from error
             raise
 
-    def _place(self, path: str, data: bytes | memoryview) -> None:
+    def _place(self, path: str, data: bytes | memoryview) -> bool:
         size = memoryview(data).nbytes
         self._usage.add(size)
         placed = False
@@ -93,6 +92,7 @@ class DiskTier:
         finally:
             if not placed:
                 self._usage.add(-size)
+        return placed
 
     def sync(self, blob: Blob) -> None:
         """Make a stored blob survive a power cut: the file and the folders that lead to it."""

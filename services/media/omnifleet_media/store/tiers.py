@@ -59,6 +59,18 @@ class Store:
             if blob.shared and self._policy.share_on_put:
                 self.shared.write(blob, memoryview(data).cast("B"))
 
+    def write_early(self, blob: Blob, data: memoryview) -> bool:
+        """Store a blob before the gate is held and before the index is about to name it; False if it was here.
+
+        It may be collected as an orphan meanwhile: whoever holds the gate later looks again. Not for a store with an
+        object store, whose uploads take long. Raises OmnifleetError(DISK_FULL).
+        """
+        assert self.objects is None
+        placed = self.disk.write(blob, data)
+        if blob.shared and self._policy.share_on_put:
+            self.shared.write(blob, data)
+        return placed
+
     def sync(self, blobs: Iterable[Blob]) -> None:
         """Make stored blobs survive a power cut, and the loss of this host if there is an object store."""
         for blob in blobs:
