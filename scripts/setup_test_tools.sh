@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Finds or installs the programs that tests start: a Redis server and Chromium.
+# Finds or installs the programs that tests start: a Redis server, Chromium and NeMo Gym.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+scripts/setup_nemo_gym.sh >/dev/null || echo "[test tools] its tests will fail" >&2
 
 packages=()
 command -v redis-server >/dev/null || packages+=(redis-server)

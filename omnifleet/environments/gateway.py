@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -84,26 +85,32 @@ class GatewayTalk:
         max_tokens: int | None,
         template: Mapping[str, Any],
     ) -> dict[str, Any]:
+        body = {**self.terms(), "messages": list(messages)}
+        if max_tokens is not None:
+            body["max_tokens"] = min(max_tokens, self._sampling.max_tokens)
+        if tools:
+            body["tools"] = list(tools)
+        if template:
+            body["chat_template_kwargs"] = dict(template)
+        return body
+
+    def terms(self) -> dict[str, Any]:
+        """See `Talk`."""
         s = self._sampling
-        body: dict[str, Any] = {
-            "messages": list(messages),
+        terms: dict[str, Any] = {
             "temperature": s.temperature,
             "top_p": s.top_p,
             "top_k": s.top_k,
-            "max_tokens": s.max_tokens if max_tokens is None else min(max_tokens, s.max_tokens),
+            "max_tokens": s.max_tokens,
             "stop": list(s.stop),
             "seed": None if s.seed is None else s.seed + self._turns,
             "return_provenance": True,
             "identity": {**asdict(self._identity), "turn": self._turns},
         }
-        if tools:
-            body["tools"] = list(tools)
-        if template:
-            body["chat_template_kwargs"] = dict(template)
         for name, version in (("min", self._bound.min), ("exact", self._bound.exact)):
             if version is not None:
-                body["weight_version"] = {name: str(version)}
-        return body
+                terms["weight_version"] = {name: str(version)}
+        return terms
 
     async def _post(self, body: Mapping[str, Any], left_s: float) -> dict[str, Any]:
         if left_s <= 0:
@@ -120,6 +127,19 @@ class GatewayTalk:
             found: dict[str, Any] = response.json()
             return found
         raise error_of(response)
+
+
+_SHOWN = re.compile(
+    r'"error": ?\{.*?"code": ?"(?P<code>\w+)".*?"retryable": ?(?P<retryable>true|false)', re.DOTALL
+)
+
+
+def refusal_in(text: str) -> OmnifleetError | None:
+    """The gateway's refusal as it shows through servers that quote one another's answers; None if there is none."""
+    found = _SHOWN.search(text.replace("\\", ""))
+    if found is None or found["code"] not in set(Reason):
+        return None
+    return OmnifleetError(Reason(found["code"]), text[:500], retryable=found["retryable"] == "true")
 
 
 def error_of(response: httpx.Response) -> OmnifleetError:
@@ -152,10 +172,10 @@ def turn_of(reply: Mapping[str, Any]) -> tuple[dict[str, Any], Turn]:
         turn = Turn(
             prompt_token_ids=list(message["prompt_token_ids"]),
             prompt_hash=origin["prompt_hash"],
-            media=tuple(MediaRef(MediaKind(m["kind"]), Digest(m["digest"])) for m in origin["media"]),
+            media=media_of(origin),
             token_ids=list(message["generation_token_ids"]),
             logprobs=[float(value) for value in message["generation_log_probs"]],
-            spans=[_span(span) for span in choice["omnifleet"]["weight_versions"]],
+            spans=[span_of(span) for span in choice["omnifleet"]["weight_versions"]],
             finish_reason=FinishReason.STOP if finish == "tool_calls" else FinishReason(finish),
             logprobs_mode=LogprobsMode(origin["logprobs_mode"]),
             text=message.get("content") or "",
@@ -172,7 +192,13 @@ def turn_of(reply: Mapping[str, Any]) -> tuple[dict[str, Any], Turn]:
     return kept, turn
 
 
-def _span(span: Mapping[str, Any]) -> VersionSpan:
+def media_of(origin: Mapping[str, Any]) -> tuple[MediaRef, ...]:
+    """The media of an `omnifleet` block."""
+    return tuple(MediaRef(MediaKind(m["kind"]), Digest(m["digest"])) for m in origin["media"])
+
+
+def span_of(span: Mapping[str, Any]) -> VersionSpan:
+    """One of a block's `weight_versions`."""
     name, _, number = str(span["version"]).rpartition(":")
     run, _, lineage = name.partition("/")
     return VersionSpan(WeightVersion(run, lineage, int(number)), span["start"], span["end"], span["worker"])

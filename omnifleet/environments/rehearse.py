@@ -69,6 +69,10 @@ class _Script:
         )
         return message, turn
 
+    def terms(self) -> dict[str, Any]:
+        """Nothing: a script is not asked by others."""
+        return {}
+
 
 def _message(said: Said) -> dict[str, Any]:
     if isinstance(said, str):

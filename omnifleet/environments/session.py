@@ -51,6 +51,10 @@ class Talk(Protocol):
         """The assistant's message, to be sent back as it is, and its turn. Raises OmnifleetError."""
         ...
 
+    def terms(self) -> dict[str, Any]:
+        """Fields of a body, all but what is said: sampling, identity, version bound, provenance."""
+        ...
+
 
 class Session:
     """One episode. Every `ask` extends the same token sequence."""
@@ -105,6 +109,17 @@ class Session:
             finish_reason=turn.finish_reason,
             tokens=len(turn.token_ids),
         )
+
+    def terms(self) -> dict[str, Any]:
+        """For an agent that asks the gateway itself: what each of its requests must say beside its own messages.
+
+        temperature, top_p, top_k, max_tokens, stop, seed, identity, weight_version, return_provenance.
+        """
+        return self._talk.terms()
+
+    def hear(self, *turns: Turn) -> None:
+        """Take over the turns that such an agent had. They are held to the same as those of `ask`; see `join_turns`."""
+        self._turns.extend(turns)
 
     def episode(self) -> Episode | None:
         """All turns as one sequence, None before the first. Raises CORRUPT; see `join_turns`."""

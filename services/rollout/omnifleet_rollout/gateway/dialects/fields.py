@@ -149,7 +149,7 @@ Body = TypeVar("Body", bound=CommonFields)
 def parse(body: bytes, kind: type[Body], refused: Refused) -> tuple[Body, list[str]]:
     """A body and the names of its unknown fields. Raises INVALID_REQUEST that names every field at fault."""
     try:
-        request = kind.model_validate(json.loads(body))
+        request = kind.model_validate(_unfolded(json.loads(body)))
     except ValidationError as error:
         faults = (f"{'.'.join(str(at) for at in fault['loc'])}: {fault['msg']}" for fault in error.errors())
         raise invalid("; ".join(faults)) from None
@@ -160,6 +160,21 @@ def parse(body: bytes, kind: type[Body], refused: Refused) -> tuple[Body, list[s
     if faulty:
         raise invalid(f"these fields cannot be honoured here: {', '.join(faulty)}; leave them out")
     return request, sorted(extra.keys() - known.keys() - WITHOUT_EFFECT)
+
+
+def _unfolded(body: Any) -> Any:
+    """The body with the fields of metadata.extra_body, JSON text, where it has none of its own.
+
+    NeMo Gym's agents may add no fields to a body; this is how its rows reach a model server nevertheless.
+    """
+    metadata = body.get("metadata") if isinstance(body, dict) else None
+    text = metadata.get("extra_body") if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        return body
+    extra = json.loads(text)
+    if not isinstance(extra, dict):
+        raise invalid("metadata.extra_body is not a JSON object")
+    return {**extra, **body}
 
 
 def identity_of(request: CommonFields, headers: Mapping[str, str]) -> Identity:
