@@ -79,7 +79,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What a worker says of its engine. tensors: table of what it loads; version: what it serves; ranks: of its engine."""
+    """What a worker says of its engine. tensors: table of what it loads; version: what it serves; ranks: of its engine.
+
+    sparse: it takes tensors as what turns its version's bytes into the new ones.
+    """
 
     tensors: tuple[refit_pb2.TensorSpec, ...]
     transports: tuple[str, ...]
@@ -87,6 +90,7 @@ class EngineView:
     version: WeightVersion
     engine: str
     ranks: int = 1
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class RefitClient:
             version_from_wire(reply.version),
             reply.engine,
             reply.ranks or 1,
+            reply.sparse,
         )
 
     async def stage(self, manifest: refit_pb2.Manifest, source: Source, *, deadline_s: float) -> str:

@@ -55,6 +55,7 @@ def manifest_body(manifest: refit_pb2.Manifest) -> dict[str, Any]:
                 "name": t.name,
                 "offset": t.offset,
                 "shape": list(t.shape),
+                **({"encoding": t.encoding, "stored": t.stored} if t.encoding else {}),
             }
             for t in manifest.tensors
         ],

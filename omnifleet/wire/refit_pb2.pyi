@@ -20,7 +20,7 @@ RECOMPUTE: InFlight
 DRAIN_FIRST: InFlight
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "bucket", "offset", "bytes", "changed", "digest")
+    __slots__ = ("name", "dtype", "shape", "bucket", "offset", "bytes", "changed", "digest", "encoding", "stored")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,8 @@ class TensorSpec(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
@@ -37,7 +39,9 @@ class TensorSpec(_message.Message):
     bytes: int
     changed: bool
     digest: str
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., bucket: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., changed: _Optional[bool] = ..., digest: _Optional[str] = ...) -> None: ...
+    encoding: str
+    stored: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., bucket: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., changed: _Optional[bool] = ..., digest: _Optional[str] = ..., encoding: _Optional[str] = ..., stored: _Optional[int] = ...) -> None: ...
 
 class Bucket(_message.Message):
     __slots__ = ("index", "bytes", "checksum")
@@ -105,20 +109,22 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("tensors", "transports", "shadow", "version", "engine", "ranks")
+    __slots__ = ("tensors", "transports", "shadow", "version", "engine", "ranks", "sparse")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     transports: _containers.RepeatedScalarFieldContainer[str]
     shadow: bool
     version: _common_pb2.WeightVersion
     engine: str
     ranks: int
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., shadow: _Optional[bool] = ..., version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ...) -> None: ...
+    sparse: bool
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., shadow: _Optional[bool] = ..., version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ..., sparse: _Optional[bool] = ...) -> None: ...
 
 class StageRequest(_message.Message):
     __slots__ = ("manifest", "shm", "nccl", "cuda_ipc", "deadline_ms")

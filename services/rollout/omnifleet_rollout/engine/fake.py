@@ -96,7 +96,7 @@ class FakeEngine:
         self._count_features = count_features or _four_features
         self._experts, self._masks = experts, masks
         self._facts = EngineFacts(
-            "fake 0", "fake", logprobs_mode, max_model_len, max_num_seqs, tuple(table or fake_table())
+            "fake 0", "fake", logprobs_mode, max_model_len, max_num_seqs, tuple(table or fake_table()), sparse=True
         )
         self._label = "default"
         self._running: dict[str, _Running] = {}
@@ -224,10 +224,15 @@ class FakeEngine:
         """Verify a transfer and keep it in the shadow. See `Engine.stage`."""
         body = json.loads(manifest_json)
         check_table(body, {t.name: (t.dtype, list(t.shape)) for t in self._facts.tensors})
-        shadow = read_transfer(body, Path(source))
+        shadow = read_transfer(body, Path(source), self._held)
         self._shadow = manifest_json, len(shadow)
         self._staged = {tensor.name: bytes(tensor.data) for tensor in shadow}
         return sum(len(tensor.data) for tensor in shadow)
+
+    def _held(self, name: str) -> bytes:
+        if name not in self.weights:
+            raise rejected(f"{name} was never sent")
+        return self.weights[name]
 
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool

@@ -80,6 +80,7 @@ class EngineFacts:
 
     info: "vllm 0.32.0". tensors: the table of the checkpoint that was loaded (name, dtype, shape).
     transports: refit transports. shadow: a refit is staged beside the weights that serve. ranks: processes with weights.
+    sparse: tensors may come as what turns the committed version's bytes into the new ones.
     """
 
     info: str
@@ -91,6 +92,7 @@ class EngineFacts:
     transports: tuple[str, ...] = ("shm",)
     shadow: bool = True
     ranks: int = 1
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)

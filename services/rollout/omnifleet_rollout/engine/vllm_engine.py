@@ -99,6 +99,7 @@ class VllmEngine:
             tensors=self._table,
             transports=tuple(ranks[0]["transports"]),
             ranks=len(ranks),
+            sparse=all(not rank["plan"] for rank in ranks),
         )
         self._polling = asyncio.create_task(self._poll_counters())
 

@@ -65,6 +65,10 @@ def layout(body: Mapping[str, Any]) -> list[Bucket]:
 def _check_places(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
     end = 0
     for tensor in tensors:
+        if tensor.get("encoding"):
+            raise rejected(
+                f"{tensor['name']} is {tensor['encoding']}: device buckets carry tensors as they are"
+            )
         wanted = prod(tensor["shape"]) * DTYPE_BYTES.get(tensor["dtype"], 0)
         if wanted != tensor["bytes"] or wanted == 0:
             raise rejected(f"{tensor['name']}: {tensor['bytes']} bytes do not fit its shape and dtype")

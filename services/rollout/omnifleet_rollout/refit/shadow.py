@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -17,6 +17,7 @@ from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.wire.manifest import CHECKSUM_ALGORITHM, DTYPE_BYTES, bucket_checksum, bucket_starts
+from omnifleet.wire.sparse import ENCODING, apply_sparse
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 SHARED_MEMORY = Path("/dev/shm")
@@ -60,12 +61,23 @@ def check_table(body: Mapping[str, Any], table: Mapping[str, tuple[str, Sequence
             )
         if body["parent"] is None and not tensor["changed"]:
             raise rejected(f"{tensor['name']} is marked unchanged, but the manifest has no parent")
+        if body["parent"] is None and tensor.get("encoding"):
+            raise rejected(f"{tensor['name']} is {tensor['encoding']}, but the manifest has no parent")
 
 
-def read_transfer(body: Mapping[str, Any], path: Path) -> list[ShadowTensor]:
+Held = Callable[[str], bytes | bytearray | memoryview]
+"""The bytes of a tensor of the committed version, by name. Raises REFIT_REJECTED if they are not kept."""
+
+
+def _nothing_held(name: str) -> bytes:
+    raise rejected(f"{name} is sparse, and nothing is held here to make it whole")
+
+
+def read_transfer(body: Mapping[str, Any], path: Path, held: Held = _nothing_held) -> list[ShadowTensor]:
     """Copy and verify every changed tensor of a transfer file in shared memory. Raises REFIT_REJECTED.
 
-    The copy is checked, not the file: a sender that writes while we read is caught.
+    The copy is checked, not the file: a sender that writes while we read is caught. A sparse tensor is made whole from
+    what is held, and the whole is checked against its digest.
     """
     starts = bucket_starts(bucket["bytes"] for bucket in body["buckets"])
     if body["checksum_algorithm"] != CHECKSUM_ALGORITHM:
@@ -86,18 +98,36 @@ def read_transfer(body: Mapping[str, Any], path: Path) -> list[ShadowTensor]:
             data = bytearray(source[start:end])
             if bucket_checksum(memoryview(data)) != bucket["checksum"]:
                 raise rejected(f"bucket {bucket['index']} of {path} does not match its checksum")
-            shadow.extend(_cut(tensor, data) for tensor in by_bucket.get(bucket["index"], ()))
+            shadow.extend(_cut(tensor, data, held) for tensor in by_bucket.get(bucket["index"], ()))
     return shadow
 
 
-def _cut(tensor: Mapping[str, Any], bucket: bytearray) -> ShadowTensor:
+def _cut(tensor: Mapping[str, Any], bucket: bytearray, held: Held) -> ShadowTensor:
+    encoding = tensor.get("encoding", "")
     wanted = prod(tensor["shape"]) * DTYPE_BYTES.get(tensor["dtype"], 0)
-    start, end = tensor["offset"], tensor["offset"] + tensor["bytes"]
+    start, end = tensor["offset"], tensor["offset"] + (tensor["stored"] if encoding else tensor["bytes"])
     if wanted != tensor["bytes"] or wanted == 0 or end > len(bucket):
         raise rejected(
             f"{tensor['name']}: {tensor['bytes']} bytes at {start} do not fit its shape or its bucket"
         )
-    return ShadowTensor(tensor["name"], tensor["dtype"], tuple(tensor["shape"]), bucket[start:end])
+    data = _filled(tensor, bucket[start:end], held) if encoding else bucket[start:end]
+    return ShadowTensor(tensor["name"], tensor["dtype"], tuple(tensor["shape"]), data)
+
+
+def _filled(tensor: Mapping[str, Any], payload: bytearray, held: Held) -> bytearray:
+    """The whole tensor, from its sparse form and the committed version's bytes."""
+    if tensor["encoding"] != ENCODING:
+        raise rejected(f"{tensor['name']} is {tensor['encoding']!r}, which is not known; allowed: {ENCODING}")
+    data = bytearray(held(tensor["name"]))
+    if len(data) != tensor["bytes"]:
+        raise rejected(f"{tensor['name']} is held in {len(data)} bytes, the manifest says {tensor['bytes']}")
+    try:
+        apply_sparse(data, payload, DTYPE_BYTES[tensor["dtype"]])
+    except ValueError as error:
+        raise rejected(f"{tensor['name']}: {error}") from error
+    if bucket_checksum(memoryview(data)) != tensor["digest"]:
+        raise rejected(f"{tensor['name']} does not match its digest when it is made whole")
+    return data
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:

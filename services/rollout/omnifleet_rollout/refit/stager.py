@@ -126,7 +126,10 @@ class Stager:
         elif source.startswith(CUDA_IPC):
             tensors = ipc.receive(body, source, self._memory)
         else:
-            tensors = {tensor.name: _tensor(tensor) for tensor in read_transfer(body, Path(source))}
+            tensors = {
+                tensor.name: _tensor(tensor)
+                for tensor in read_transfer(body, Path(source), self._weights.held)
+            }
         return tensors, self._bound(tensors)
 
     def _bound(self, tensors: Sources) -> Pairs:

@@ -39,6 +39,13 @@ class Weights:
         if lost:
             raise rejected(f"{len(lost)} tensors of the committed version are in parameter memory alone")
 
+    def held(self, name: str) -> memoryview:
+        """The bytes of a committed tensor, as they were sent. Raises REFIT_REJECTED if they are not kept on the host."""
+        tensor = self._committed.get(name)
+        if tensor is None:
+            raise rejected(f"the bytes of {name} are not kept here")
+        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
     def everything(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors of the next version, in the checkpoint's order of names."""
         on_disk = self._files()

@@ -135,6 +135,7 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
             version=version_to_wire(self._gate.standing.version),
             engine=facts.info,
             ranks=facts.ranks,
+            sparse=facts.sparse,
         )
 
     async def Stage(self, request: refit_pb2.StageRequest, context: Any) -> refit_pb2.StageReply:

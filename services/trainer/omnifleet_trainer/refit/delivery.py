@@ -27,6 +27,7 @@ class Delivery:
         self._issued: dict[WeightVersion, None] = {}
         self._at: dict[str, tuple[WeightVersion, float]] = {}
         self._broken: set[str] = set()
+        self._sparse: dict[str, bool] = {}
         self._turns: dict[str, asyncio.Lock] = {}
 
     def turn(self, worker: str) -> asyncio.Lock:
@@ -48,6 +49,13 @@ class Delivery:
             return None
         self._at[worker.id] = (version, time.monotonic())
         return version
+
+    async def takes_sparse(self, worker: WorkerView) -> bool:
+        """True if its engine takes sparse tensors. Asked once. Raises OmnifleetError."""
+        if worker.id not in self._sparse:
+            async with self.open(worker) as client:
+                self._sparse[worker.id] = (await client.describe()).sparse
+        return self._sparse[worker.id]
 
     async def send(self, worker: WorkerView, parcel: Parcel, turn: asyncio.Lock | None = None) -> Commit:
         """Stage, then commit (in turn). Until the worker says so, nothing is known of what it serves.
@@ -109,6 +117,7 @@ class Delivery:
         """Forget workers that are gone."""
         self._at = {id: known for id, known in self._at.items() if id in living}
         self._turns = {id: turn for id, turn in self._turns.items() if id in living or turn.locked()}
+        self._sparse = {id: takes for id, takes in self._sparse.items() if id in living}
         self._broken &= living
 
     async def _stage(self, client: RefitClient, worker: WorkerView, parcel: Parcel) -> str:

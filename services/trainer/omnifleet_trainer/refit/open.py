@@ -18,7 +18,10 @@ async def open_sender(
 ) -> AsyncIterator[RefitSender]:
     """Connect a sender of the configured transport; settings: see `RefitSender`. The snapshot lies on the first GPU."""
     if config.transport == "shm":
-        async with RefitSender.open(fleet_address, secret, rolling=config.rolling, **settings) as sender:
+        sending = RefitSender.open(
+            fleet_address, secret, rolling=config.rolling, sparse=config.sparse, **settings
+        )
+        async with sending as sender:
             yield sender
         return
     import torch

@@ -1,6 +1,8 @@
 """The weights of one version, as transfers: all tensors of the lineage's first version, and those changed since.
 
 A delta is cumulative: it holds every tensor that differs from the base, so it fits on top of any version in between.
+A step holds what differs from the version just before, and of a tensor of which few values differ these alone: it is
+made where it is smaller than the delta, and fits on top of that one version only.
 A worker's manifest names the version that this very worker serves as its parent; where a worker holds none of ours, or
 is fenced, a complete file is composed from base and delta.
 """
@@ -15,7 +17,8 @@ from omnifleet.errors import Reason, retryable
 from omnifleet.types import WeightVersion
 from omnifleet.wire import refit_pb2
 from omnifleet.wire.codec import version_to_wire
-from omnifleet.wire.manifest import CHECKSUM_ALGORITHM, manifest_digest
+from omnifleet.wire.manifest import ALIGN_BYTES, CHECKSUM_ALGORITHM, DTYPE_BYTES, manifest_digest
+from omnifleet.wire.sparse import encode_sparse
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.transfer import RawTensor, Transfer, pack, raw_tensor, tensor_digest
 
@@ -31,19 +34,33 @@ class Parcel:
 
 @dataclass(eq=False, slots=True)
 class Release:
-    """One version. delta: None for the first version of a lineage, which is `base` itself."""
+    """One version. delta: None for the first version of a lineage, which is `base` itself. step: from version `step_from`."""
 
     version: WeightVersion
     base: Transfer
     delta: Transfer | None
     encoder_changed: bool
+    step: Transfer | None = None
+    step_from: int = -1
+    sent: int = 0
+    """Bytes of the largest file that a publish sent."""
     _complete: Transfer | None = field(default=None)
     _retired: bool = False
 
-    def on_top_of(self, parent: WeightVersion) -> Parcel:
-        """For a worker that serves `parent`, a version of this lineage. The base itself needs no parent."""
+    def takes_step(self, parent: WeightVersion) -> bool:
+        """True if there is a step from `parent`, a version of this lineage."""
+        return self.step is not None and parent.number == self.step_from
+
+    def on_top_of(self, parent: WeightVersion, *, sparse: bool = False) -> Parcel:
+        """For a worker that serves `parent`, a version of this lineage. The base itself needs no parent.
+
+        sparse: the worker takes sparse tensors, so a step will do where there is one.
+        """
         if self.delta is None:
             return self.complete()
+        if sparse and self.step is not None and self.takes_step(parent):
+            specs = [self.step.specs.get(name) or _unchanged(self._spec(name)) for name in self.base.specs]
+            return self._parcel(specs, self.step, parent)
         tensors = [self.delta.specs.get(name) or _unchanged(spec) for name, spec in self.base.specs.items()]
         return self._parcel(tensors, self.delta, parent)
 
@@ -73,14 +90,24 @@ class Release:
         """Remove what is of this version alone; the base stays."""
         self._retired = True
         self.drop_complete()
+        if self.step is not None:
+            self.step.retire()
         if self.delta is not None:
             self.delta.retire()
 
+    def read(self, name: str) -> RawTensor:
+        """One tensor of this version, mapped from the file that holds it."""
+        return self._holder(name).read(name)
+
+    def _spec(self, name: str) -> refit_pb2.TensorSpec:
+        return self._holder(name).specs[name]
+
+    def _holder(self, name: str) -> Transfer:
+        return self.delta if self.delta is not None and name in self.delta.specs else self.base
+
     def _tensors(self) -> Iterator[RawTensor]:
         for name in self.base.specs:
-            yield (self.delta if self.delta is not None and name in self.delta.specs else self.base).read(
-                name
-            )
+            yield self.read(name)
 
     def _parcel(
         self, tensors: list[refit_pb2.TensorSpec], transfer: Transfer, parent: WeightVersion | None
@@ -135,6 +162,26 @@ def next_release(
 
     delta = pack(folder, _label(version), differing(), bucket_bytes)
     return Release(version, base, delta, encoder_changed)
+
+
+def add_step(release: Release, before: Release, folder: Path, bucket_bytes: int) -> None:
+    """Give a release the step from the one before, if that is smaller than its delta. Blocks while it compares."""
+    if release.delta is None:
+        return
+    moved, size = [], 0
+    for name in release.base.specs:
+        if release._spec(name).digest == before._spec(name).digest:
+            continue
+        old, new = before.read(name), release.read(name)
+        payload = encode_sparse(old.data, new.data, DTYPE_BYTES[new.dtype])
+        moved.append(new if payload is None else replace(new, sparse=memoryview(payload)))
+        stored = new.data.nbytes if payload is None else len(payload)
+        size += stored + -stored % ALIGN_BYTES
+        if size >= release.delta.size:
+            return
+    if moved:
+        release.step = pack(folder, f"{_label(release.version)}-step", moved, bucket_bytes)
+        release.step_from = before.version.number
 
 
 def _unchanged(spec: refit_pb2.TensorSpec) -> refit_pb2.TensorSpec:

@@ -24,7 +24,7 @@ from omnifleet.types import InFlight, WeightVersion, WorkerState
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.delivery import Delivery
 from omnifleet_trainer.refit.guard import Guard
-from omnifleet_trainer.refit.release import Release, first_release, next_release
+from omnifleet_trainer.refit.release import Parcel, Release, add_step, first_release, next_release
 from omnifleet_trainer.refit.sightings import sightings
 from omnifleet_trainer.refit.transfer import Transfer, sweep
 from omnifleet_trainer.refit.watch import Watch
@@ -50,7 +50,8 @@ _DEAF = (
 class RefitReport:
     """What a publish did. seconds: from the first tensor to the last commit; pack_seconds: until the file was there.
 
-    bytes: of the file, not times workers. gate_seconds: the longest; in_flight: samples running at the gates, summed.
+    bytes: of the largest file that a worker read, not times workers. gate_seconds: the longest; in_flight: samples
+    running at the gates, summed.
     ok: ids of workers at the version; failed: id -> why; behind: ids of newcomers and of workers that are being
     brought up already. `keep_up` brings the latter two there.
     """
@@ -71,6 +72,7 @@ class RefitSender:
 
     timeout_s: deadline of a worker's stage and of its commit, each. rolling: commit worker after worker, so that the
     others serve meanwhile; else all at once. max_lag: numbers that a serving worker may be behind the announced one.
+    sparse: also make steps of the values that changed alone, and send those where they are smaller.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class RefitSender:
         rolling: bool = False,
         max_lag: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
+        sparse: bool = True,
     ) -> None:
         self._fleet, self._run, self._lineage, self._pool = fleet, run, lineage, pool
-        self._shm_dir, self._bucket_bytes = shm_dir, bucket_bytes
+        self._shm_dir, self._bucket_bytes, self._sparse = shm_dir, bucket_bytes, sparse
         self._rolling, self._max_lag = rolling, max_lag
         self._base: Transfer | None = None
         self._release: Release | None = None
@@ -118,6 +121,7 @@ class RefitSender:
         rolling: bool = False,
         max_lag: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
+        sparse: bool = True,
     ) -> AsyncIterator[RefitSender]:
         """Connect to the fleet registry with a token of scope trainer; removes transfer files of dead senders."""
         for path in sweep(shm_dir):
@@ -135,6 +139,7 @@ class RefitSender:
                 rolling=rolling,
                 max_lag=max_lag,
                 bucket_bytes=bucket_bytes,
+                sparse=sparse,
             )
             try:
                 yield sender
@@ -239,9 +244,17 @@ class RefitSender:
     ) -> Any:
         if self._base is None:
             return first_release(version, tensors, self._shm_dir, self._bucket_bytes)
-        return next_release(
+        release = next_release(
             version, self._base, tensors, changed, encoder_changed, self._shm_dir, self._bucket_bytes
         )
+        before = self._release
+        if self._sparse and before is not None:
+            try:
+                add_step(release, before, self._shm_dir, self._bucket_bytes)
+            except BaseException:
+                release.retire()
+                raise
+        return release
 
     # What stands for a version is a `Release` here and another thing where weights do not travel in files: `Any`.
 
@@ -266,11 +279,13 @@ class RefitSender:
 
     def _drop(self, release: Any) -> None:
         """A version was packed for a publish that is gone. A base is not kept, so the next publish makes one."""
-        (release.delta or release.base).retire()
+        release.retire()
+        if release.delta is None:
+            release.base.retire()
 
     def _size(self, release: Any) -> int:
-        """Bytes that a worker at an earlier version was sent."""
-        return int((release.delta or release.base).size)
+        """Bytes of the largest file that was sent; of what would be, if none was."""
+        return int(release.sent or (release.delta or release.base).size)
 
     def _discard(self, future: asyncio.Future[Any]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -305,8 +320,14 @@ class RefitSender:
             parent = self._delivery.serves(worker)
             if parent is None and release.delta is not None:
                 raise retryable(Reason.CONFLICT, f"{worker.id} needs a complete file; it catches up alone")
-            parcel = release.complete() if parent is None else release.on_top_of(parent)
+            parcel = release.complete() if parent is None else await self._parcel(worker, release, parent)
+            release.sent = max(release.sent, parcel.transfer.size)
             return await self._delivery.send(worker, parcel, turn if self._rolling else None)
+
+    async def _parcel(self, worker: WorkerView, release: Release, parent: WeightVersion) -> Parcel:
+        """The smallest that a worker at `parent` can be sent."""
+        sparse = release.takes_step(parent) and await self._delivery.takes_sparse(worker)
+        return release.on_top_of(parent, sparse=sparse)
 
     async def keep_up(self) -> None:
         """Watch the fleet and bring each worker that is not at the current version there. Runs until cancelled."""
@@ -380,7 +401,8 @@ class RefitSender:
         if serves is not None:
             if serves.number == release.version.number:
                 return serves
-            return (await self._delivery.send(worker, release.on_top_of(serves))).version
+            parcel = await self._parcel(worker, release, serves)
+            return (await self._delivery.send(worker, parcel)).version
         try:
             return await self._send_whole(worker, release)
         finally:

@@ -23,6 +23,7 @@ from blake3 import blake3
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import ALIGN_BYTES, bucket_starts
+from omnifleet.wire.sparse import ENCODING
 from omnifleet_trainer.policy.port import Tensor
 
 if TYPE_CHECKING:
@@ -40,12 +41,13 @@ _TORCH = {
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as bytes: little-endian, row-major. dtype: safetensors name."""
+    """A tensor as bytes: little-endian, row-major. dtype: safetensors name. sparse: what turns its parent's bytes into them."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    sparse: memoryview | None = None
 
 
 def raw_tensor(name: str, tensor: Tensor) -> RawTensor:
@@ -110,7 +112,7 @@ class Transfer:
                 self._remove()
 
     def read(self, name: str) -> RawTensor:
-        """One tensor, mapped from the file."""
+        """One tensor, mapped from the file. Not of a file with sparse tensors."""
         spec = self.specs[name]
         start = bucket_starts(bucket.bytes for bucket in self.buckets)[spec.bucket] + spec.offset
         if self._map is None:
@@ -158,7 +160,8 @@ class _Writer:
         self.buckets: list[refit_pb2.Bucket] = []
 
     def add(self, tensor: RawTensor) -> None:
-        if self._filled and self._filled + tensor.data.nbytes > self._limit:
+        stored = tensor.data if tensor.sparse is None else tensor.sparse
+        if self._filled and self._filled + stored.nbytes > self._limit:
             self.close_bucket()
         self.specs[tensor.name] = refit_pb2.TensorSpec(
             name=tensor.name,
@@ -169,8 +172,10 @@ class _Writer:
             bytes=tensor.data.nbytes,
             changed=True,
             digest=tensor_digest(tensor.data),
+            encoding="" if tensor.sparse is None else ENCODING,
+            stored=0 if tensor.sparse is None else stored.nbytes,
         )
-        self._write(tensor.data)
+        self._write(stored)
         self._write(memoryview(bytes(-self._filled % ALIGN_BYTES)))
 
     def close_bucket(self) -> None:
