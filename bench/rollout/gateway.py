@@ -5,6 +5,10 @@
 A real vLLM CPU engine with a tiny random Qwen2-VL serves inside this process; gateway, media service and the client that
 asks through the gateway are processes of their own. Direct and gateway rounds alternate. Prints added latency, throughput
 at saturation, bytes a token of each dialect, and processor and encoder runs of an image-heavy load.
+
+At saturation the CPU time of each process is counted too. Where the machine has no cores to spare, the gateway and the
+client take theirs from the engine; so there is one more way, *beside*: the direct one while a process that does nothing for it
+uses as much CPU as gateway and client did. What is between it and the gateway is not explained by too few cores.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 from PIL import Image
 
@@ -34,7 +39,7 @@ from omnifleet.auth import Scope
 from omnifleet.client.media import MediaClient
 from omnifleet.client.rollout import RolloutClient
 from omnifleet.config.services import RolloutConfig
-from omnifleet.service import load_section, load_tokens, peer, read_records
+from omnifleet.service import freeze_heap, load_section, load_tokens, peer, read_records
 from omnifleet.types import Identity, MediaRef, Sampling
 from omnifleet.wire import rollout_pb2, rollout_pb2_grpc
 from omnifleet.wire.channel import open_channel
@@ -69,10 +74,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds of each request, in order of their ends; wall: seconds of all."""
+    """Seconds of each request, in order of their ends; wall: seconds of all. cpu: seconds of CPU that the asking process used."""
 
     seconds: list[float]
     wall: float
+    cpu: float
 
     @property
     def p50_ms(self) -> float:
@@ -100,9 +106,9 @@ async def drive(load: Load, ask: Ask) -> Round:
             assert made == load.tokens, f"{made} of {load.tokens} tokens"
             seconds.append(time.perf_counter() - began)
 
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     await asyncio.gather(*(one(number) for number in range(load.requests)))
-    return Round(seconds, time.perf_counter() - began)
+    return Round(seconds, time.perf_counter() - began, time.process_time() - used)
 
 
 def sampling(number: int, tokens: int, n: int = 1) -> Sampling:
@@ -112,13 +118,14 @@ def sampling(number: int, tokens: int, n: int = 1) -> Sampling:
 # ---------------------------------------------------------------- the two ways
 
 
-def direct(engine: VllmEngine) -> Ask:
-    """The engine's own generator, in this process."""
+def direct(engine: VllmEngine, *, in_bulk: bool = True) -> Ask:
+    """The engine's own generator, in this process. in_bulk: as the gateway asks for a whole reply; else token by token."""
 
     async def ask(number: int, tokens: int) -> int:
         made = 0
         prepared = await engine.prepare(prompt(number), [], "bench")
-        request = EngineRequest(f"direct-{time.time_ns()}", prepared, sampling(number, tokens), salt="bench")
+        name = f"direct-{time.time_ns()}-{number}"
+        request = EngineRequest(name, prepared, sampling(number, tokens), salt="bench", in_bulk=in_bulk)
         async with aclosing(engine.generate(request)) as deltas:
             async for delta in deltas:
                 made += len(delta.token_ids)
@@ -196,18 +203,66 @@ async def latency(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
 
 
 async def saturation(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
-    """More requests than the engine runs at once: tokens a second."""
+    """More requests than the engine runs at once: tokens a second, and who used the CPU."""
     load = Load(48, 144, 64)
-    found: dict[str, list[float]] = {"direct": [], "grpc": [], "http": []}
+    tokens = load.requests * load.tokens
+    rates: dict[str, list[float]] = {}
+    cpu: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
-        found["direct"].append(load.requests * load.tokens / (await drive(load, direct(engine))).wall)
-        for way in ("grpc", "http"):
-            wall = (await through_gateway(run_dir, way, load)).wall
-            found[way].append(load.requests * load.tokens / wall)
-    middle = {way: statistics.median(values) for way, values in found.items()}
-    shares = ", ".join(f"{way} {100 * middle[way] / middle['direct']:.1f} %" for way in ("grpc", "http"))
-    print(f"saturation: direct {middle['direct']:.0f} tokens/s; through the gateway {shares} of it")
-    print("  rounds: " + "; ".join(f"{way} {', '.join(f'{x:.0f}' for x in xs)}" for way, xs in found.items()))
+        for way in ("token by token", "direct", "grpc", "http", "beside"):
+            before = processes_cpu()
+            if way in ("grpc", "http"):
+                found = await through_gateway(run_dir, way, load)
+            elif way == "beside":
+                share = (cpu["grpc"]["gateway"] + cpu["grpc"]["client"]) * rates["grpc"][-1] / 1e6
+                async with burning(share):
+                    found = await drive(load, direct(engine))
+            else:
+                found = await drive(load, direct(engine, in_bulk=way == "direct"))
+            used = {name: seconds - before.get(name, 0.0) for name, seconds in processes_cpu().items()}
+            if way in ("grpc", "http"):
+                used["client"] = found.cpu
+            rates.setdefault(way, []).append(tokens / found.wall)
+            cpu[way] = {name: 1e6 * seconds / tokens for name, seconds in used.items()}
+    best = max(statistics.median(rates["direct"]), statistics.median(rates["token by token"]))
+    print(f"saturation, {load.at_once} requests at once, {load.tokens} tokens each; medians of {rounds}")
+    for way, found_rates in rates.items():
+        middle = statistics.median(found_rates)
+        spent = ", ".join(f"{name} {us:.0f}" for name, us in cpu[way].items() if us >= 1)
+        print(f"  {way}: {middle:.0f} tokens/s, {100 * middle / best:.1f} %; us of CPU a token: {spent}")
+    print("  rounds: " + "; ".join(f"{way} {', '.join(f'{x:.0f}' for x in xs)}" for way, xs in rates.items()))
+
+
+def processes_cpu() -> dict[str, float]:
+    """Seconds of CPU so far: this process (the engine's front and its worker), and its children by what they are."""
+    own = psutil.Process()
+    seconds = {"front and worker": _cpu(own)}
+    for child in own.children(recursive=True):
+        line = " ".join(child.cmdline())
+        name = "gateway" if "gateway_app" in line else "media" if "omnifleet_media" in line else "engine"
+        seconds[name] = seconds.get(name, 0.0) + _cpu(child)
+    return seconds
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@asynccontextmanager
+async def burning(cores: float) -> AsyncIterator[None]:
+    """A process beside that uses this many cores (at most one) in turns of 10 ms, for nothing."""
+    code = (
+        "import sys, time\nshare = min(1.0, float(sys.argv[1]))\n"
+        "while True:\n    end = time.process_time() + 0.01 * share\n"
+        "    while time.process_time() < end: pass\n    time.sleep(0.01 * (1 - share))\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, str(cores))
+    try:
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
 
 
 async def bytes_per_token(run_dir: Path, tokens: int = 512) -> None:
@@ -309,6 +364,7 @@ async def stack(run_dir: Path, model: Path) -> AsyncIterator[VllmEngine]:
     processes, serving = [], None
     try:
         await engine.start()  # first: the engine's process may be forked from ours
+        freeze_heap()  # as a worker's own process does
         for app in ("omnifleet_media:app", "omnifleet_rollout:gateway_app"):
             module, _, attribute = app.partition(":")
             code = f"from {module}.cli import {attribute}; {attribute}()"
@@ -340,7 +396,7 @@ async def ready(run_dir: Path) -> None:
             await asyncio.sleep(0.1)
 
 
-async def measure(rounds: int) -> None:
+async def measure(rounds: int, only: str | None) -> None:
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="omnifleet-bench-") as folder:
@@ -350,15 +406,23 @@ async def measure(rounds: int) -> None:
         async with stack(run_dir, model) as engine:
             print(f"{engine.facts.info}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start")
             await drive(Load(4, 8, 8), direct(engine))
-            await latency(run_dir, engine, rounds)
-            await saturation(run_dir, engine, rounds)
-            await bytes_per_token(run_dir)
-            await image_heavy(run_dir, engine)
+            measurements: dict[str, Callable[[], Awaitable[None]]] = {
+                "latency": lambda: latency(run_dir, engine, rounds),
+                "saturation": lambda: saturation(run_dir, engine, rounds),
+                "bytes": lambda: bytes_per_token(run_dir),
+                "images": lambda: image_heavy(run_dir, engine),
+            }
+            for name, step in measurements.items():
+                if only in (None, name):
+                    await step()
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=3, help="rounds of each way; medians are printed")
+    options.add_argument(
+        "--only", choices=("latency", "saturation", "bytes", "images"), help="one of the measurements"
+    )
     options.add_argument("--client", choices=("grpc", "http"), help=argparse.SUPPRESS)
     options.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
     options.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
@@ -367,7 +431,7 @@ def main() -> None:
     if asked.client:
         asyncio.run(client_process(asked.run_dir, asked.client, Load(**asked.load)))
     else:
-        asyncio.run(measure(asked.rounds))
+        asyncio.run(measure(asked.rounds, asked.only))
 
 
 if __name__ == "__main__":

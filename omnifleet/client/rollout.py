@@ -28,6 +28,7 @@ from omnifleet.types import (
     WeightVersion,
 )
 from omnifleet.wire import common_pb2, rollout_pb2, rollout_pb2_grpc
+from omnifleet.wire.batches import unpacked
 from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import (
     bound_to_wire,
@@ -189,6 +190,7 @@ class RolloutClient:
             return_text=return_text,
             expected_logprobs_mode=str(logprobs_mode or ""),
             whole_samples=whole_samples,
+            batched=True,
         )
         async with aclosing(self._events(request, time.monotonic() + deadline_s)) as messages:
             async for message in messages:
@@ -220,7 +222,8 @@ class RolloutClient:
         try:
             with remote_errors():
                 async for message in call:
-                    yield message
+                    for event in unpacked(message):
+                        yield event
         finally:
             call.cancel()
 

@@ -294,6 +294,9 @@ class EngineConfig(StrictModel):
     """Return which experts each token went to (router replay). Mixture-of-experts models on GPU."""
     return_sampling_mask: bool = False
     """Return which tokens top-k and top-p left to choose from, at each token. vLLM 0.32 on GPU."""
+    bulk_tokens: int = Field(16, ge=1)
+    """Tokens that the engine hands over at once where nobody reads a reply before its end; so many more are made again, at most,
+    when a worker is lost. 1: each alone."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; default: all."""
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -362,8 +362,8 @@ async def test_an_abort_that_comes_before_a_sample_began_ends_it_and_gives_its_p
         async def ends() -> list[str]:
             async with aclosing(
                 dispatcher.generate(request, asyncio.get_running_loop().time() + 20)
-            ) as events:
-                return [event.finished.finish_reason async for event in events]
+            ) as batches:
+                return [event.finished.finish_reason async for events in batches for event in events]
 
         task = asyncio.create_task(ends())
         asyncio.get_running_loop().call_soon(

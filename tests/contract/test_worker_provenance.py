@@ -133,13 +133,14 @@ def test_masks_are_flat_and_say_where_they_begin() -> None:
 
 async def test_tokens_merge_between_two_chunks_but_an_end_does_not_wait() -> None:
     mailbox, version = Mailbox(1), WeightVersion("r", "a", 1)
-    events = mailbox.events()
+    batches = mailbox.batches()
     mailbox.tokens(0, [1], [-1.0], "", VersionSpan(version, 0, 1))
-    assert list((await anext(events)).chunk.token_ids) == [1], "the first token goes at once"
+    assert [list(e.chunk.token_ids) for e in await anext(batches)] == [[1]], "the first token goes at once"
     for i in range(1, 4):
         mailbox.tokens(0, [1 + i], [-1.0], "", VersionSpan(version, i, i + 1))
         await asyncio.sleep(0)
     mailbox.finish(0, rollout_pb2.Finished(tokens=4))
-    chunk = (await anext(events)).chunk
+    merged, end = await anext(batches)
+    chunk = merged.chunk
     assert list(chunk.token_ids) == [2, 3, 4] and (chunk.spans[0].start, chunk.spans[0].end) == (1, 4)
-    assert (await anext(events)).finished.tokens == 4
+    assert end.finished.tokens == 4

@@ -31,7 +31,8 @@ class EngineRequest:
 
     prefix: tokens of the reply that exist already; they are fed after the prompt and not emitted again.
     salt: KV blocks are shared only between requests of equal salt (the weight version).
-    want_text: the deltas carry text.
+    want_text: the deltas carry text. in_bulk: nobody reads before the end, so tokens may come some at a time; at a pause and at
+    the end all are handed out.
     """
 
     id: str
@@ -41,6 +42,7 @@ class EngineRequest:
     prefix: tuple[int, ...] = ()
     priority: int = 0
     want_text: bool = False
+    in_bulk: bool = False
 
 
 @dataclass(frozen=True, slots=True)

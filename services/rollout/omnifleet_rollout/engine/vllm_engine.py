@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from omnifleet.config.services import RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.types import FinishReason, InFlight, MediaRef, Sampling
+from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.checkpoint import read_config, read_table
 from omnifleet_rollout.engine.port import (
     EngineDelta,
@@ -75,17 +76,15 @@ class VllmEngine:
     async def start(self) -> None:
         """Load and be ready. See `Engine.start`."""
         set_environment(self._config.engine)
-        from omnifleet_rollout.engine import vllm_seams
-
         self._compat = check(vllm_version(), look())
-        self._encoder_sees_language = self._architecture in vllm_seams.LANGUAGE_IN_ENCODER
+        self._encoder_sees_language = self._architecture in seams.LANGUAGE_IN_ENCODER
         try:
             self._llm = launch(self._model, self._config, self._compat, self._on_stats)
         except (RuntimeError, ValueError, OSError, ImportError, AssertionError, TypeError) as error:
             raise OmnifleetError(
                 Reason.ENGINE_ERROR, f"vLLM could not load {self._model}: {error}", knob="rollout.engine"
             ) from error
-        vllm_seams.check_front(self._llm, media=self._media.takes_any)
+        seams.check_front(self._llm, media=self._media.takes_any)
         ranks = await self._rpc_all("omni_ready")
         self._doors = [str(rank["door"]) for rank in ranks]
         await self._within(_RPC_S, self._warm_up(), "generate its first token")
@@ -207,6 +206,8 @@ class VllmEngine:
                         return
                     began = began or bool(choice.token_ids)
                     delta = _delta(choice, output.num_cached_tokens)
+                    if request.in_bulk and not began and choice.token_ids:
+                        seams.hold_back(self._llm, request.id, self._config.engine.bulk_tokens)
                     self._check_extras(delta)
                     yield delta
         except EngineDeadError as error:
@@ -290,10 +291,11 @@ class VllmEngine:
         core = getattr(self._llm.engine_core, "pause_scheduler_async", None)
         pause = core or self._llm.pause_generation
         await self._within(_PAUSE_S, pause(mode="keep", clear_cache=False), "pause")
-        # Tokens of the last step are on their way through the front end's tasks. Where the engine does not label tokens, we
-        # do at receipt: each hand-over is one turn of the loop.
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
+        # Tokens of the last step are on their way through the front end's tasks, and some are held back. Where the engine does
+        # not label tokens, we do at receipt: each hand-over is one turn of the loop.
+        await _turns()
+        seams.hand_over(self._llm)
+        await _turns()
 
     async def resume(self) -> None:
         """Go on. See `Engine.resume`."""
@@ -363,7 +365,9 @@ class VllmEngine:
 
 def _delta(choice: Any, cached_tokens: int | None) -> EngineDelta:
     ids = list(choice.token_ids)
-    logprobs = [float(row[token].logprob) for row, token in zip(choice.logprobs or (), ids, strict=True)]
+    # 0.25.1 repeats the logprobs of the whole reply behind those of an abort that brings no tokens.
+    rows = (choice.logprobs or ())[: len(ids)]
+    logprobs = [float(row[token].logprob) for row, token in zip(rows, ids, strict=True)]
     labels = getattr(choice, "weight_versions", None)
     return EngineDelta(
         token_ids=ids,
@@ -386,3 +390,8 @@ def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
     return FinishReason(reason) if reason in FinishReason.__members__.values() else FinishReason.STOP
+async def _turns() -> None:
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
+
+

@@ -4,6 +4,7 @@
 | -------------------------------------------- | ----------------------------------------------- | --------------------- |
 | mm_processor._get_mm_fields_config           | model-ready tensors -> engine input             | no pictures           |
 | renderer.mm_processor_cache (0.32 only)      | pixels cross to the engine process once         | they cross each time  |
+| output_processor.request_states              | tokens that nobody waits for come in bulk       | each comes alone      |
 | layerwise_info of the reload module          | find layers that a load did not reach           | silent old weights    |
 | model.embed_multimodal (wrapped)             | count encoded items                             | no counter            |
 | quant_method.process_weights_after_loading   | CPU: tied heads keep their packed copy          | silent old weights    |
@@ -45,6 +46,13 @@ def check_front(engine: Any, *, media: bool) -> None:
     if media:
         _need(engine.renderer.get_mm_processor(), "_get_mm_fields_config")
         _need(engine.renderer, "mm_processor_cache")
+    from vllm.v1.engine.output_processor import RequestState
+
+    for name in ("request_states", "external_req_ids"):
+        _need(engine.output_processor, name)
+    _need(RequestState, "make_request_output")
+    if "sent_tokens_offset" not in RequestState.make_request_output.__code__.co_names:
+        raise _gone("RequestState.sent_tokens_offset")
 
 
 def media_item(engine: Any, tensors: Mapping[str, torch.Tensor], modality: str) -> Any:
@@ -64,6 +72,34 @@ def send_once(engine: Any, key: str, make_item: Callable[[], Any]) -> Any:
         return make_item()
     item = None if cache.is_cached_item(key) else make_item()
     return cache.get_and_update_item((item, []), key)[0]
+
+
+def hold_back(engine: Any, request_id: str, tokens: int) -> None:
+    """From now on hand the tokens of a request over `tokens` at a time; the rest comes at its end.
+
+    vLLM's own stream interval, set for one request: 0.25.1 has it for a whole engine only.
+    """
+    processor = engine.output_processor
+    for internal in processor.external_req_ids.get(request_id, ()):
+        state = processor.request_states[internal]
+        state.sent_tokens_offset = state.detokenizer.num_output_tokens()
+        state.stream_interval = tokens
+
+
+def hand_over(engine: Any) -> None:
+    """Give each request's reader the tokens that are held back now."""
+    for state in list(engine.output_processor.request_states.values()):
+        if state.stream_interval <= 1:
+            continue
+        held = state.detokenizer.output_token_ids[state.sent_tokens_offset :]
+        if not held:
+            continue
+        interval, state.stream_interval = state.stream_interval, 1
+        state.sent_tokens_offset += len(held)
+        try:
+            state.queue.put(state.make_request_output(held, None, None, None))
+        finally:
+            state.stream_interval = interval
 
 
 def check_worker(model: torch.nn.Module) -> None:
@@ -153,9 +189,12 @@ def bypassed(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
 
 def _need(owner: Any, name: str) -> None:
     if not hasattr(owner, name):
-        raise OmnifleetError(
-            Reason.UNSUPPORTED,
-            f"this vLLM has no {getattr(owner, '__name__', type(owner).__name__)}.{name}; checked releases: "
-            f"{', '.join(CHECKED)}",
-            knob="the installed vllm version",
-        )
+        raise _gone(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+
+
+def _gone(name: str) -> OmnifleetError:
+    return OmnifleetError(
+        Reason.UNSUPPORTED,
+        f"this vLLM has no {name}; checked releases: {', '.join(CHECKED)}",
+        knob="the installed vllm version",
+    )

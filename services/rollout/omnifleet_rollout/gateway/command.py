@@ -15,7 +15,14 @@ from omnifleet.auth import Scope, Tokens
 from omnifleet.config.recipe import AuthConfig, SamplingConfig
 from omnifleet.config.services import GatewayConfig, RolloutConfig
 from omnifleet.http import http_serving
-from omnifleet.service import load_section, load_tokens, run_to_exit, until_stopped, write_record
+from omnifleet.service import (
+    freeze_heap,
+    load_section,
+    load_tokens,
+    run_to_exit,
+    until_stopped,
+    write_record,
+)
 from omnifleet.telemetry.logs import set_up_logs
 from omnifleet.wire.server import serving
 from omnifleet_rollout.fleet.registry import Registry
@@ -29,6 +36,7 @@ from omnifleet_rollout.gateway.server import register
 from omnifleet_rollout.gateway.sessions import Sessions
 
 log = logging.getLogger("omnifleet.gateway")
+_LOOK_S = 0.25
 
 
 def serve_gateway(
@@ -126,14 +134,21 @@ async def _until_stopped_or_broken(gateway: Gateway) -> None:
     """Serve until a signal; an error of the background work ends the process with its message."""
     work = asyncio.create_task(gateway.run())
     stop = asyncio.create_task(until_stopped())
+    loaded = asyncio.create_task(_freeze_when_loaded(gateway))
     try:
         await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             work.result()
     finally:
-        for task in (work, stop):
+        for task in (work, stop, loaded):
             task.cancel()
-        await asyncio.gather(work, stop, return_exceptions=True)
+        await asyncio.gather(work, stop, loaded, return_exceptions=True)
+
+
+async def _freeze_when_loaded(gateway: Gateway) -> None:
+    while not (gateway.renderer.settled and gateway.parsers.settled):  # noqa: ASYNC110 - they tell by a flag only
+        await asyncio.sleep(_LOOK_S)
+    freeze_heap()
 
 
 def _model_path(run_dir: Path, overrides: Sequence[str]) -> Path | None:

@@ -18,6 +18,7 @@ from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import FinishReason
 from omnifleet.wire import rollout_pb2
+from omnifleet.wire.batches import unpacked
 from omnifleet.wire.errors import from_detail, to_detail
 from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.gateway.accounts import Accounts
@@ -88,8 +89,8 @@ class Dispatcher:
 
     async def generate(
         self, request: rollout_pb2.GenerateRequest, deadline: float
-    ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
-        """Events of all samples of a token request. `deadline`: event loop time.
+    ) -> AsyncGenerator[list[rollout_pb2.GenerateEvent], None]:
+        """Events of all samples of a token request, those together that are ready together. `deadline`: event loop time.
 
         Raises OmnifleetError if nothing was made yet (refusals); later failures are events. Closing it ends the
         workers' calls.
@@ -104,9 +105,9 @@ class Dispatcher:
             workers = await self._first(flight)
             for index, worker in enumerate(workers):
                 self._start(flight, Progress(index, one_sample(request.sampling, index)), worker)
-            async with aclosing(self._events(flight, n)) as events:
-                async for event in events:
-                    yield event
+            async with aclosing(self._events(flight, n)) as batches:
+                async for events in batches:
+                    yield events
         finally:
             # The accounts first: where a cancelled scope cancels every wait again, `close` does not get to its end.
             del self._flights[request.request_id]
@@ -134,15 +135,23 @@ class Dispatcher:
             self.accounts.refuse(error)
             raise
 
-    async def _events(self, flight: Flight, n: int) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
+    async def _events(
+        self, flight: Flight, n: int
+    ) -> AsyncGenerator[list[rollout_pb2.GenerateEvent], None]:
         ended = 0
+        held: list[rollout_pb2.GenerateEvent] = []
         while ended < n:
-            event = await flight.get()
-            kind = event.WhichOneof("event")
-            ended += kind in ("finished", "failed")
-            if kind == "failed" and flight.echo is None:
-                raise from_detail(event.failed.error)
-            yield event
+            events = await flight.get()
+            kinds = [event.WhichOneof("event") for event in events]
+            for kind, event in zip(kinds, events, strict=True):
+                if kind == "failed" and flight.echo is None:
+                    raise from_detail(event.failed.error)
+            ended += kinds.count("finished") + kinds.count("failed")
+            held += events
+            if flight.request.whole_samples and kinds == ["prompt"]:
+                continue  # it goes with the first sample
+            yield held
+            held = []
 
     def abort(self, request_ids: Sequence[str]) -> int:
         """End requests now: their samples finish with reason `abort` and what they have. Returns how many."""
@@ -234,13 +243,14 @@ class Dispatcher:
         view = self._view(worker)
         left = max(0.0, flight.deadline - _now())
         request = self._request_of(flight, progress)
-        open_call = _Call(self._links.stub(view).Generate(request, timeout=left))
+        stub = self._links.stub(view)
+        open_call = _Call(stub.Generate(request, timeout=left, metadata=self._links.metadata))
         self._calls.setdefault(worker, []).append(open_call)
         try:
-            async for event in open_call.call:
-                if await self._take(flight, progress, event):
-                    last: rollout_pb2.GenerateEvent = event
-                    return last
+            async for message in open_call.call:
+                for event in unpacked(message):
+                    if await self._take(flight, progress, event):
+                        return event
         except grpc.RpcError as error:
             raise meaning(error, worker) from error
         except asyncio.CancelledError:
@@ -286,6 +296,7 @@ class Dispatcher:
         request.request_id = f"{flight.request.request_id}-{progress.index}"
         request.identity.sample += progress.index
         request.sampling.CopyFrom(progress.sampling)
+        request.batched = True
         request.priority = request.priority or self._priority(flight.ask.run)
         continuation = progress.continuation()
         if continuation is not None:
@@ -332,7 +343,7 @@ class Dispatcher:
             try:
                 view = self._view(worker)
                 reply: rollout_pb2.ScoreTokensReply = await self._links.stub(view).ScoreTokens(
-                    request, timeout=max(0.0, deadline - _now())
+                    request, timeout=max(0.0, deadline - _now()), metadata=self._links.metadata
                 )
                 return reply
             except grpc.RpcError as rpc_error:

@@ -53,13 +53,16 @@ class Flight:
         """Queue what belongs to the end of a sample; never waits, since that is two events at most."""
         self._events.put_nowait(event)
 
-    async def get(self) -> rollout_pb2.GenerateEvent:
-        """The next event."""
-        event = await self._events.get()
-        kind = event.WhichOneof("event")
-        if kind == "prompt" or (kind == "chunk" and not self.request.whole_samples):
-            self._room.release()
-        return event
+    async def get(self) -> list[rollout_pb2.GenerateEvent]:
+        """The next events: all that are there, at least one."""
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        for event in events:
+            kind = event.WhichOneof("event")
+            if kind == "prompt" or (kind == "chunk" and not self.request.whole_samples):
+                self._room.release()
+        return events
 
     async def see(self, echo: rollout_pb2.PromptEcho) -> None:
         """Pass the first echo on. Raises CORRUPT if a later worker saw another prompt or gives other logprobs."""

@@ -84,8 +84,11 @@ class Gateway:
 
     async def generate(
         self, request: rollout_pb2.GenerateRequest, timeout_s: float | None = None
-    ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
-        """Events of a request; a chat prompt is rendered first. Raises OmnifleetError for refusals."""
+    ) -> AsyncGenerator[list[rollout_pb2.GenerateEvent], None]:
+        """Events of a request, those together that are ready together; a chat prompt is rendered first.
+
+        Raises OmnifleetError for refusals.
+        """
         deadline = self.deadline(timeout_s)
         if request.WhichOneof("prompt") == "chat":
             if request.media:
@@ -93,9 +96,9 @@ class Gateway:
             rendered = await self.render(request.chat, request.identity)
             request.tokens.CopyFrom(rollout_pb2.TokenPrompt(token_ids=rendered.token_ids))
             request.media.extend(media_to_wire(ref) for ref in rendered.media)
-        async with aclosing(self.dispatcher.generate(request, deadline)) as events:
-            async for event in events:
-                yield event
+        async with aclosing(self.dispatcher.generate(request, deadline)) as batches:
+            async for events in batches:
+                yield events
 
     async def render(self, chat: rollout_pb2.ChatPrompt, who: common_pb2.Identity) -> Rendered:
         """Messages as exact tokens. Raises INVALID_REQUEST, INVALID_MEDIA, MODEL_MISSING, HISTORY_CHANGED."""

@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from omnifleet.wire import common_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from omnifleet.wire.batches import packed
 from omnifleet.wire.codec import media_to_wire
 from omnifleet.wire.server import handshake
 from omnifleet_rollout.fleet.service import FleetServicer
@@ -33,9 +34,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
     ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
         """See the contract."""
         request.request_id = request.request_id or uuid.uuid4().hex
-        async with aclosing(self._gateway.generate(request, context.time_remaining())) as events:
-            async for event in events:
-                yield event
+        async with aclosing(self._gateway.generate(request, context.time_remaining())) as batches:
+            async for events in batches:
+                for message in packed(events) if request.batched else events:
+                    yield message
 
     async def AbortRequests(
         self, request: rollout_pb2.AbortRequestsRequest, context: Any

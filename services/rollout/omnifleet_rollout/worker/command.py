@@ -15,7 +15,7 @@ from omnifleet.client.fleet import worker_id
 from omnifleet.config.services import RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import http_serving, make_app
-from omnifleet.service import peer, until_stopped, write_record
+from omnifleet.service import freeze_heap, peer, until_stopped, write_record
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import WorkerState
 from omnifleet.wire import refit_pb2_grpc, rollout_pb2_grpc
@@ -156,3 +156,4 @@ async def run_worker(
     finally:
         await engine.shutdown()
     log.info("%s ends: %s", name, why)
+        freeze_heap()

@@ -16,6 +16,7 @@ from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import FinishReason, LogprobsMode, Sampling, VersionSpan
 from omnifleet.wire import rollout_pb2
+from omnifleet.wire.batches import packed
 from omnifleet.wire.codec import (
     bound_from_wire,
     media_from_wire,
@@ -34,7 +35,7 @@ log = logging.getLogger("omnifleet.rollout.generation")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that passed the checks. prefix: reply tokens that exist already, made elsewhere."""
+    """A request that passed the checks. prefix: reply tokens that exist already, made elsewhere. in_bulk: see `EngineRequest`."""
 
     id: str
     sampling: Sampling
@@ -43,6 +44,7 @@ class Call:
     prefix_spans: tuple[VersionSpan, ...]
     priority: int
     want_text: bool
+    in_bulk: bool
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class Generation:
     async def run(
         self, request: rollout_pb2.GenerateRequest
     ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
-        """Events of one call. Closing the iterator aborts its samples.
+        """Events of one call, or batches of them if it asks for these. Closing the iterator aborts its samples.
 
         Raises OmnifleetError before the first event only; later failures are events of their sample.
         """
@@ -85,10 +87,15 @@ class Generation:
                 task = asyncio.create_task(self._sample(call, index, flight, mailbox))
                 task.add_done_callback(partial(self._broke_off, mailbox, index))
                 tasks.append(task)
-            yield self._echo(request, call)
-            async with aclosing(mailbox.events()) as events:
-                async for event in events:
-                    yield event
+            held = [self._echo(request, call)]
+            if not (request.batched and request.whole_samples):
+                yield held.pop()
+            async with aclosing(mailbox.batches()) as batches:
+                async for batch in batches:
+                    events = held + batch
+                    held = []
+                    for message in packed(events) if request.batched else events:
+                        yield message
         finally:
             try:
                 for task in tasks:
@@ -112,6 +119,7 @@ class Generation:
             prefix_spans=tuple(spans_from_wire(request.continuation.spans)),
             priority=request.priority,
             want_text=request.return_text,
+            in_bulk=request.whole_samples,
         )
 
     def _echo(self, request: rollout_pb2.GenerateRequest, call: Call) -> rollout_pb2.GenerateEvent:
@@ -219,6 +227,7 @@ class Generation:
             prefix=tuple(reply.tokens),
             priority=call.priority,
             want_text=call.want_text,
+            in_bulk=call.in_bulk,
         )
 
 
@@ -248,12 +257,14 @@ def check_request(request: rollout_pb2.GenerateRequest, mode: LogprobsMode) -> S
 
 def _check_logprobs(delta: EngineDelta) -> None:
     """Raises ENGINE_ERROR for a token that could not have been drawn: no trainer can use it, and no number stands for it."""
-    for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
-        if not math.isfinite(logprob):
-            raise retryable(
-                Reason.ENGINE_ERROR,
-                f"the engine gave token {token} a logprob of {logprob}: its weights may be broken",
-            )
+    if all(map(math.isfinite, delta.logprobs)):
+        return
+    pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+    token, logprob = next(pair for pair in pairs if not math.isfinite(pair[1]))
+    raise retryable(
+        Reason.ENGINE_ERROR,
+        f"the engine gave token {token} a logprob of {logprob}: its weights may be broken",
+    )
 
 
 def _finished(reply: Reply, last: EngineDelta) -> rollout_pb2.Finished:

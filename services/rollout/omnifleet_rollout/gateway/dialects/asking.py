@@ -65,6 +65,7 @@ async def events(
         return_prompt_token_ids=with_ids,
         whole_samples=not stream,
     )
-    async with aclosing(gateway.generate(request, asked.timeout_s)) as messages:
-        async for message in messages:
-            yield event_from_wire(message)
+    async with aclosing(gateway.generate(request, asked.timeout_s)) as batches:
+        async for batch in batches:
+            for message in batch:
+                yield event_from_wire(message)
