@@ -154,6 +154,10 @@ class SmallEngine(FakeEngine):
         self._check_alive()
         return scores(dict(self.model.state_dict()), token_ids)
 
+    async def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> None:
+        self._check_alive()
+        await asyncio.to_thread(self.stager.export, path, tensors)
+
     async def drop_stage(self) -> None:
         self.stager.drop()
 
@@ -167,6 +171,7 @@ class Receiving:
     gate: Gate
     receiver: Receiver
     address: str = ""
+    counters: Counters = field(default_factory=lambda: Counters("test"))
     client: RefitClient = field(init=False)
 
     @property
@@ -293,38 +298,73 @@ def run_receiver(checkpoint: str, name: str, pipe: Any) -> None:
     asyncio.run(serve())
 
 
-def run_worker(
-    checkpoint: str, name: str, gateway: str, tokens: Tokens, spoiled: set[int], pipe: Any
-) -> None:
-    """The process of a whole worker, a member of the fleet: says its id, then answers as `run_receiver`'s does."""
+@asynccontextmanager
+async def joined(
+    checkpoint: Path,
+    name: str,
+    gateway: str,
+    tokens: Tokens,
+    *,
+    planned: bool = False,
+    spoiled: set[int] | None = None,
+) -> AsyncIterator[Receiving]:
+    """A whole worker, member of the fleet of a gateway, that catches up by itself after a fifth of a second."""
     from omnifleet.config.services import RolloutConfig
+    from omnifleet_rollout.worker.catchup import CatchUp
     from omnifleet_rollout.worker.command import Worker
     from omnifleet_rollout.worker.membership import Member
 
     async def find_gateway() -> str:
         return gateway
 
-    async def serve() -> None:
-        engine = SmallEngine(Path(checkpoint))
-        engine.spoiled = spoiled
-        await engine.start()
-        worker = Worker(engine, name, RolloutConfig(), tokens)
-        seen = Receiving(worker.standing.worker, engine, worker.gate, worker.receiver)
-        async with serving("127.0.0.1:0", worker.register, tokens=tokens, knob="test", grace_s=0) as address:
-            member = Member(
-                engine,
-                worker.standing,
-                worker.counters,
-                find_gateway=find_gateway,
-                secret=tokens.secret(Scope.SERVICE),
-                address=address,
-                pool="default",
+    engine = SmallEngine(checkpoint, planned=planned)
+    engine.spoiled = spoiled or set()
+    await engine.start()
+    worker = Worker(engine, name, RolloutConfig(), tokens)
+    secret = tokens.secret(Scope.SERVICE)
+    async with serving("127.0.0.1:0", worker.register, tokens=tokens, knob="test", grace_s=0) as address:
+        member = Member(
+            engine,
+            worker.standing,
+            worker.counters,
+            find_gateway=find_gateway,
+            secret=secret,
+            address=address,
+            pool="default",
+        )
+        following = CatchUp(
+            engine,
+            worker.receiver,
+            worker.standing,
+            worker.counters,
+            find_gateway=find_gateway,
+            target=lambda: member.target,
+            secret=secret,
+            pool="default",
+            patience_s=0.2,
+            policy=InFlight.KEEP,
+        )
+        tasks = [asyncio.create_task(member.run()), asyncio.create_task(following.run())]
+        try:
+            yield Receiving(
+                worker.standing.worker, engine, worker.gate, worker.receiver, address, worker.counters
             )
-            reporting = asyncio.create_task(member.run())
-            pipe.send(seen.id)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run_worker(
+    checkpoint: str, name: str, gateway: str, tokens: Tokens, spoiled: set[int], pipe: Any
+) -> None:
+    """The process of a `joined` worker: says its id, then answers as `run_receiver`'s does."""
+
+    async def serve() -> None:
+        async with joined(Path(checkpoint), name, gateway, tokens, planned=True, spoiled=spoiled) as worker:
+            pipe.send(worker.id)
             while await asyncio.to_thread(pipe.recv):
-                pipe.send((seen.fenced, seen.version.number, seen.whole()))
-            reporting.cancel()
+                pipe.send((worker.fenced, worker.version.number, worker.whole()))
 
     asyncio.run(serve())
 

@@ -1,8 +1,8 @@
-"""Client of a worker's Refit service: describe, stage, commit, abort."""
+"""Client of a worker's Refit service: describe, stage, commit, abort, fetch."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import grpc.aio
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2, refit_pb2_grpc
 from omnifleet.wire.channel import open_channel
-from omnifleet.wire.codec import in_flight_to_wire, version_from_wire
+from omnifleet.wire.codec import in_flight_to_wire, version_from_wire, version_to_wire
 from omnifleet.wire.errors import remote_errors
 
 CALL_S = 10.0
@@ -153,6 +153,21 @@ class RefitClient:
         return Commit(
             version_from_wire(reply.version), reply.gate_seconds, reply.in_flight, reply.tensors_loaded
         )
+
+    async def fetch(
+        self, version: WeightVersion, *, deadline_s: float
+    ) -> AsyncGenerator[refit_pb2.Manifest | bytes, None]:
+        """The manifest that made `version`, then the bytes of its tensors in its order, in chunks.
+
+        Raises VERSION_MOVED if the worker serves another one, UNSUPPORTED if it cannot give its tensors, OVERLOADED.
+        """
+        call = self._stub.Fetch(refit_pb2.FetchRequest(version=version_to_wire(version)), timeout=deadline_s)
+        try:
+            with remote_errors():
+                async for reply in call:
+                    yield reply.manifest if reply.WhichOneof("part") == "manifest" else reply.data
+        finally:
+            call.cancel()
 
     async def quarantine(self, reason: str, *, deadline_s: float = CALL_S) -> WeightVersion:
         """Have the worker serve nothing until a complete refit; returns the version that it held. Idempotent."""

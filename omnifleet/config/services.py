@@ -328,6 +328,8 @@ class RolloutConfig(StrictModel):
     """What the logprobs mean; the trainer refuses samples of another mode."""
     kv_after_refit: InFlight = InFlight.RECOMPUTE
     """What a refit does with running requests."""
+    peers_after_s: float = Field(5.0, gt=0)
+    """Seconds behind the pool's weights after which a worker takes them from a READY peer, if the trainer has not come."""
     drain_timeout_s: float = Field(60.0, gt=0)
     """How long a draining worker may finish its requests."""
 

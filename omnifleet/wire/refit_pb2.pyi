@@ -197,3 +197,17 @@ class QuarantineReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.WeightVersion
     def __init__(self, version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: _common_pb2.WeightVersion
+    def __init__(self, version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("manifest", "data")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    data: bytes
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...

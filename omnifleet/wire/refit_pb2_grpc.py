@@ -65,6 +65,11 @@ class RefitStub:
                 request_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineRequest.SerializeToString,
                 response_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineReply.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/omnifleet.v1alpha.Refit/Fetch',
+                request_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.FetchRequest.SerializeToString,
+                response_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.FetchReply.FromString,
+                _registered_method=True)
 
 
 class RefitServicer:
@@ -111,6 +116,14 @@ class RefitServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """The source tensors of the version that this worker serves, for a worker that has none: first the manifest that
+        made the version, then the bytes of its tensors in the manifest's order, one after another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RefitServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +156,11 @@ def add_RefitServicer_to_server(servicer, server):
                     servicer.Quarantine,
                     request_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineRequest.FromString,
                     response_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineReply.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.FetchRequest.FromString,
+                    response_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.FetchReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +325,33 @@ class Refit:
             '/omnifleet.v1alpha.Refit/Quarantine',
             omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineRequest.SerializeToString,
             omnifleet_dot_v1alpha_dot_refit__pb2.QuarantineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/omnifleet.v1alpha.Refit/Fetch',
+            omnifleet_dot_v1alpha_dot_refit__pb2.FetchRequest.SerializeToString,
+            omnifleet_dot_v1alpha_dot_refit__pb2.FetchReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 import pytest
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet_rollout.refit.door import Door, Tell, knock
+from omnifleet_rollout.refit.door import Door, Tell, ask_for_tensors, knock
+
+
+def no_export(path: str, tensors: Sequence[tuple[str, str]]) -> int:
+    raise OmnifleetError(Reason.UNSUPPORTED, f"no {path}")
+
+
+async def test_an_order_for_tensors_is_answered_too() -> None:
+    def export(path: str, tensors: Sequence[tuple[str, str]]) -> int:
+        assert tensors == [("a", "F32")]
+        return len(path)
+
+    door = Door(lambda manifest, source, tell: None, export)
+    assert await ask_for_tensors(door.name, "path", [("a", "F32")]) == 4
+    door.close()
+    door = Door(lambda manifest, source, tell: None, no_export)
+    with pytest.raises(OmnifleetError, match="no path"):
+        await ask_for_tensors(door.name, "path", [("a", "F32")])
+    door.close()
 
 
 async def test_bytes_and_refusals_cross_as_they_are() -> None:
@@ -20,7 +39,7 @@ async def test_bytes_and_refusals_cross_as_they_are() -> None:
             return
         threading.Thread(target=tell, args=(len(manifest),)).start()
 
-    door = Door(begin)
+    door = Door(begin, no_export)
     assert await knock(door.name, "x" * (3 << 20), "path") == 3 << 20
     with pytest.raises(OmnifleetError) as refused:
         await knock(door.name, "{}", "refuse")
@@ -33,7 +52,7 @@ async def test_bytes_and_refusals_cross_as_they_are() -> None:
 
 async def test_two_orders_are_answered_each_by_itself() -> None:
     tells: dict[str, Tell] = {}
-    door = Door(lambda manifest, source, tell: tells.__setitem__(source, tell))
+    door = Door(lambda manifest, source, tell: tells.__setitem__(source, tell), no_export)
     one = asyncio.create_task(knock(door.name, "{}", "one"))
     two = asyncio.create_task(knock(door.name, "{}", "two"))
     async with asyncio.timeout(10):

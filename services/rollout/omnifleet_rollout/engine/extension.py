@@ -75,7 +75,7 @@ class OmnifleetExtension:
             model, self._omni, plan, lambda: self._omni_load(model), torch.device(self.device), rank
         )
         transports = ["shm", "nccl"] + ["cuda_ipc"] * (torch.device(self.device).type == "cuda")
-        self._omni_door = Door(self._omni_stager.begin)
+        self._omni_door = Door(self._omni_stager.begin, self._omni_stager.export)
         return {"transports": transports, "plan": plan.key if plan else "", "door": self._omni_door.name}
 
     def _omni_plan(self, model: torch.nn.Module, rank: int) -> Plan | None:

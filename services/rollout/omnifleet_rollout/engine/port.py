@@ -170,6 +170,14 @@ class Engine(Protocol):
         """Forget the shadow. Idempotent."""
         ...
 
+    async def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> None:
+        """Write source tensors of the committed weights (name, safetensors dtype) one after another into the file at `path`.
+
+        The engine goes on meanwhile; a commit in between makes a mixture, which their digests tell. Raises UNSUPPORTED
+        where the engine does not have them as they were sent.
+        """
+        ...
+
     async def refresh(self) -> None:
         """Bring the counters of `stats` up to date, if the engine still answers."""
         ...

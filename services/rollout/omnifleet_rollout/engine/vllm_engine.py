@@ -32,7 +32,7 @@ from omnifleet_rollout.engine.port import (
 from omnifleet_rollout.engine.vllm_compat import check, look
 from omnifleet_rollout.engine.vllm_launch import launch, set_environment, vllm_version
 from omnifleet_rollout.engine.vllm_media import PromptMedia
-from omnifleet_rollout.refit.door import knock
+from omnifleet_rollout.refit.door import ask_for_tensors, knock
 
 log = logging.getLogger("omnifleet.rollout.engine")
 Result = TypeVar("Result")
@@ -340,6 +340,10 @@ class VllmEngine:
     async def drop_stage(self) -> None:
         """Forget the shadow. See `Engine.drop_stage`."""
         await self._rpc("omni_drop")
+
+    async def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> None:
+        """Write source tensors. See `Engine.export`."""
+        await ask_for_tensors(self._doors[0], path, tensors)
 
     async def _rpc(self, method: str, *args: str) -> dict[str, Any]:
         """Call the extension; all ranks must agree. A refusal keeps its reason, anything else is ENGINE_ERROR."""

@@ -1,4 +1,4 @@
-"""Orders to stage, on a socket of the process that holds the weights, so that none waits for a step of its engine.
+"""Orders to stage or to hand out weights, on a socket of the process that holds them: none waits for a step of its engine.
 
 The name is in Linux's abstract space: no file is left behind by a process that is killed. Only processes of our own user
 are answered.
@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
@@ -22,16 +22,21 @@ from omnifleet.errors import OmnifleetError, Reason, retryable
 log = logging.getLogger("omnifleet.rollout.refit")
 Tell = Callable[[int | OmnifleetError], None]
 Begin = Callable[[str, str, Tell], None]
+Export = Callable[[str, Sequence[tuple[str, str]]], int]
 _ORDER_BYTES = 256 << 20
 _READ_S = 30.0
 _CREDENTIALS = struct.Struct("3i")
 
 
 class Door:
-    """Listens from the start. begin: takes (manifest as JSON, source, tell) and calls tell once, when the stage has ended."""
+    """Listens from the start.
 
-    def __init__(self, begin: Begin) -> None:
-        self._begin = begin
+    begin: takes (manifest as JSON, source, tell) and calls tell once, when the stage has ended. export: takes (path,
+    names and dtypes of tensors), writes them, and returns the bytes.
+    """
+
+    def __init__(self, begin: Begin, export: Export) -> None:
+        self._begin, self._export = begin, export
         self.name = f"omnifleet-stage-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.name)
@@ -62,12 +67,15 @@ class Door:
             try:
                 _check_caller(caller)
                 order = json.loads(_read_all(caller))
-                self._begin(order["manifest"], order["source"], tell)
+                if "tensors" in order:
+                    tell(self._export(order["path"], [(name, dtype) for name, dtype in order["tensors"]]))
+                else:
+                    self._begin(order["manifest"], order["source"], tell)
                 ended.wait()
             except OmnifleetError as error:
                 word.update(_refusal(error))
             except (OSError, ValueError, KeyError) as error:
-                log.warning("an order to stage could not be read: %s", error)
+                log.warning("an order could not be read: %s", error)
                 return
             try:
                 caller.sendall(json.dumps(word).encode())
@@ -77,10 +85,19 @@ class Door:
 
 async def knock(name: str, manifest_json: str, source: str) -> int:
     """Have the process behind a door stage; bytes. Raises what it says, WORKER_LOST if it ends meanwhile."""
+    return await _order(name, {"manifest": manifest_json, "source": source})
+
+
+async def ask_for_tensors(name: str, path: str, tensors: Sequence[tuple[str, str]]) -> int:
+    """Have the process behind a door write tensors into a file; bytes. Raises as `knock`."""
+    return await _order(name, {"path": path, "tensors": list(tensors)})
+
+
+async def _order(name: str, order: Mapping[str, Any]) -> int:
     try:
         reader, writer = await asyncio.open_unix_connection("\0" + name)
         try:
-            writer.write(json.dumps({"manifest": manifest_json, "source": source}).encode())
+            writer.write(json.dumps(order).encode())
             writer.write_eof()
             answer = await reader.read(-1)
         finally:
@@ -88,7 +105,7 @@ async def knock(name: str, manifest_json: str, source: str) -> int:
     except OSError as error:
         raise retryable(Reason.WORKER_LOST, f"the engine's process is gone: {error}") from error
     if not answer:
-        raise retryable(Reason.WORKER_LOST, "the engine's process ended while it staged")
+        raise retryable(Reason.WORKER_LOST, "the engine's process ended while it did so")
     word: dict[str, Any] = json.loads(answer)
     if "reason" in word:
         raise OmnifleetError(Reason(word["reason"]), word["message"], word["retryable"], word["knob"])

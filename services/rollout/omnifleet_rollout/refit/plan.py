@@ -94,6 +94,19 @@ class Plan:
                 pairs.append((into, move.read.on(source, int(source.storage_offset())).expand(into.shape)))
         return pairs
 
+    def gather(self, model: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """A source tensor put together again from parameter memory; None if that does not hold all of it, or cast."""
+        targets = dict(_memory(model))
+        moves = [move for move in self.moves if move.source == name]
+        if not moves or any(targets[m.target].dtype != dtype or m.read.shape != m.write.shape for m in moves):
+            return None
+        seen = torch.zeros(self.shapes[name], dtype=torch.bool)
+        whole = torch.empty(self.shapes[name], dtype=dtype, device=targets[moves[0].target].device)
+        for move in moves:
+            move.read.on(whole).copy_(move.write.on(targets[move.target]))
+            move.read.on(seen).fill_(True)
+        return whole if bool(seen.all()) else None
+
 
 class NotPlannable(Exception):
     """The loader does more with a source than to place it; says what."""

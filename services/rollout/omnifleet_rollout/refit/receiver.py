@@ -26,7 +26,11 @@ DEFAULT_DEADLINE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
+    """digest: of the manifest that was staged. version, manifest: what is served after the commit, and what proves it."""
+
+    digest: str
     version: WeightVersion
+    manifest: refit_pb2.Manifest
     encoder_changed: bool
 
 
@@ -49,6 +53,8 @@ class Receiver:
         self._staged: _Staged | None = None
         self._staging: str | None = None
         """Digest of the manifest whose stage runs."""
+        self._manifest: refit_pb2.Manifest | None = None
+        """Of the version that was committed last."""
         self._refused: tuple[WeightVersion, str] | None = None
         """The version that was quarantined last, and why."""
         self._busy = asyncio.Lock()
@@ -59,6 +65,36 @@ class Receiver:
     ) -> tuple[str, int]:
         """Verify and copy a transfer into the shadow; (manifest digest, bytes). Raises REFIT_REJECTED, CONFLICT, DEADLINE."""
         return await self._alone(lambda: self._stage(manifest, source), deadline_s, "stage")
+
+    async def adopt(
+        self, version: WeightVersion, original: refit_pb2.Manifest, manifest: refit_pb2.Manifest, source: str
+    ) -> str:
+        """Stage weights from a peer: `manifest` describes the bytes, `original` made the version that they are.
+
+        The caller has proved the bytes by `original`. Returns the digest to commit. Raises as `stage`.
+        """
+        return await self._alone(lambda: self._adopt(version, original, manifest, source), 0.0, "stage")
+
+    @property
+    def quarantined(self) -> bool:
+        """True from a quarantine until a newer version commits: weights of that version are not to be had from peers."""
+        return self._refused is not None
+
+    @property
+    def receiving(self) -> bool:
+        """True while a step of a refit runs."""
+        return self._busy.locked()
+
+    @property
+    def holds_stage(self) -> bool:
+        """True while something is staged and not committed."""
+        return self._staged is not None
+
+    def serves(self) -> tuple[WeightVersion | None, refit_pb2.Manifest | None]:
+        """The version that is whole here, None if there is none, and the manifest that made it, None for the checkpoint's."""
+        if self._standing.fence:
+            return None, None
+        return self._standing.version, self._manifest
 
     async def commit(self, digest: str, policy: InFlight, deadline_s: float = 0.0) -> Committed:
         """Make the staged version serve. Once begun it runs to its end even if the caller goes away.
@@ -121,16 +157,31 @@ class Receiver:
 
     async def _stage(self, manifest: refit_pb2.Manifest, source: str) -> tuple[str, int]:
         version, body = self._check(manifest)
+        size = await self._fill(version, body, source)
+        self._staged = _Staged(version.manifest_digest, version, manifest, manifest.encoder_changed)
+        return version.manifest_digest, size
+
+    async def _adopt(
+        self, version: WeightVersion, original: refit_pb2.Manifest, manifest: refit_pb2.Manifest, source: str
+    ) -> str:
+        if self.quarantined:
+            raise rejected(f"{self._standing.worker} is quarantined; only the trainer may send it weights")
+        copy, body = self._check(manifest)
+        await self._fill(copy, body, source)
+        self._staged = _Staged(copy.manifest_digest, version, original, encoder_changed=True)
+        return copy.manifest_digest
+
+    async def _fill(self, version: WeightVersion, body: bytes, source: str) -> int:
+        """Have the engine fill its shadow; bytes."""
         self._staged, self._staging = None, version.manifest_digest
         began = time.monotonic()
         try:
             size = await self._engine.stage(body.decode(), source)
         finally:
             self._staging = None
-        self._staged = _Staged(version, manifest.encoder_changed)
         self._counters.add("refit_stage_seconds", time.monotonic() - began)
         self._counters.add("refit_bytes", size)
-        return version.manifest_digest, size
+        return size
 
     def _check(self, manifest: refit_pb2.Manifest) -> tuple[WeightVersion, bytes]:
         """What the manifest alone tells. The tensor table and the bytes are checked where the weights are."""
@@ -156,14 +207,14 @@ class Receiver:
         return WeightVersion(claimed.run, claimed.lineage, claimed.number, digest), body
 
     async def _abort(self, digest: str) -> WeightVersion:
-        if self._staged is not None and digest in ("", self._staged.version.manifest_digest):
+        if self._staged is not None and digest in ("", self._staged.digest):
             self._staged = None
             await self._engine.drop_stage()
         return self._standing.version
 
     async def _commit(self, digest: str, policy: InFlight, deadline_s: float) -> Committed:
         staged = self._staged
-        if staged is None or staged.version.manifest_digest != digest:
+        if staged is None or staged.digest != digest:
             if digest and digest == self._standing.version.manifest_digest and not self._standing.fence:
                 return Committed(self._standing.version, 0.0, 0, 0)  # the reply to an earlier commit was lost
             raise rejected(f"no refit {digest[:12] or '(no digest)'} is staged here")
@@ -206,7 +257,7 @@ class Receiver:
         self._staged = None
         try:
             loaded = await self._engine.commit(
-                version.manifest_digest, str(version), policy, encoder_changed=staged.encoder_changed
+                staged.digest, str(version), policy, encoder_changed=staged.encoder_changed
             )
         except (
             OmnifleetError,
@@ -224,6 +275,7 @@ class Receiver:
             log.error("fenced: %s", self._standing.fence)
             await self._quietly(self._engine.abort(self._gate.end(Ending.FENCED)), "abort")
             raise retryable(Reason.FENCED, self._standing.fence) from error
+        self._manifest = staged.manifest
         self._standing.serve_version(version, self._put_back(version))
         return loaded
 

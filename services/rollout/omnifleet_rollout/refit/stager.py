@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,29 @@ class Stager:
         self.drop()
         self.last_load_s = time.monotonic() - began
         return Loaded(count, by_plan, self.last_load_s)
+
+    def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> int:
+        """Write source tensors of the committed weights (name, dtype) one after another into the file at `path`; bytes.
+
+        For a thread of its own: nothing waits for the engine's steps. Raises UNSUPPORTED where a tensor is here no more as
+        it was sent (cut, cast, or packed).
+        """
+        written = 0
+        with open(path, "r+b", buffering=0) as file:
+            for name, dtype in tensors:
+                data = self._source(name, DTYPES[dtype])
+                while data.nbytes:
+                    done = file.write(data)
+                    data, written = data[done:], written + done
+        return written
+
+    def _source(self, name: str, dtype: torch.dtype) -> memoryview:
+        tensor = self._weights.kept(name)
+        if tensor is None and self._plan is not None:
+            tensor = self._plan.gather(self._model, name, dtype)
+        if tensor is None or tensor.dtype != dtype:
+            raise OmnifleetError(Reason.UNSUPPORTED, f"{name} is not here as it was sent")
+        return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     def drop(self) -> None:
         """Forget the shadow, and end a stage that runs. Raises CONFLICT if it does not end."""

@@ -46,6 +46,14 @@ class Weights:
             raise rejected(f"the bytes of {name} are not kept here")
         return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
+    def kept(self, name: str) -> torch.Tensor | None:
+        """A tensor of the committed version, from the host or, if it was never sent, the checkpoint; None if neither has it."""
+        if name in self._by_plan:
+            return None
+        if name in self._committed:
+            return self._committed[name]
+        return _read(self._places()[name], name)
+
     def everything(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors of the next version, in the checkpoint's order of names."""
         on_disk = self._files()
@@ -65,8 +73,9 @@ class Weights:
 
     def _files(self) -> Mapping[str, Path]:
         missing = self.table.keys() - self.shadow.keys() - self._committed.keys()
-        if not missing:
-            return {}
+        return self._places() if missing else {}
+
+    def _places(self) -> Mapping[str, Path]:
         from safetensors import safe_open
 
         places = {}

@@ -23,6 +23,7 @@ from omnifleet.wire.manifest import base_version
 from omnifleet.wire.server import INSTANCE, serving
 from omnifleet_rollout.engine.port import Engine
 from omnifleet_rollout.refit.receiver import Receiver
+from omnifleet_rollout.worker.catchup import CatchUp
 from omnifleet_rollout.worker.gate import Ending, Gate
 from omnifleet_rollout.worker.membership import Member
 from omnifleet_rollout.worker.server import RefitServicer, RolloutServicer
@@ -77,14 +78,27 @@ class Worker:
                 address=address,
                 pool=self.config.pool,
             )
-            return await self._until_done(member)
+            catching_up = CatchUp(
+                self.engine,
+                self.receiver,
+                self.standing,
+                self.counters,
+                find_gateway=lambda: peer(run_dir, "gateway", given=gateway),
+                target=lambda: member.target,
+                secret=self.tokens.secret(Scope.SERVICE),
+                pool=self.config.pool,
+                patience_s=self.config.peers_after_s,
+                policy=self.config.kv_after_refit,
+            )
+            return await self._until_done(member, catching_up)
 
-    async def _until_done(self, member: Member) -> str:
+    async def _until_done(self, member: Member, catching_up: CatchUp) -> str:
+        following = asyncio.create_task(catching_up.run(), name="catch-up")
         reporting = asyncio.create_task(member.run(), name="membership")
         stopping = asyncio.create_task(until_stopped(), name="signals")
         dying = asyncio.create_task(self._engine_death(), name="engine")
         draining = asyncio.create_task(self._drained(), name="drain")
-        tasks = {reporting, stopping, dying, draining}
+        tasks = {reporting, stopping, dying, draining, following}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if dying.done():
@@ -94,8 +108,9 @@ class Worker:
                 await self._finish_running(SIGNAL_DRAIN_S)
             why = member.why or ("drained" if draining.done() else "stopped by a signal")
             await member.leave("drained" if draining.done() else "stopped")
-            if reporting.done():
-                reporting.result()
+            for task in (reporting, following):
+                if task.done():
+                    task.result()
             return why
         finally:
             for task in tasks:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from omnifleet.client.fleet import FleetClient, Membership, Orders, WorkerView
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.telemetry.counters import Counters
-from omnifleet.types import WorkerState
+from omnifleet.types import WeightVersion, WorkerState
 from omnifleet.wire.server import INSTANCE
 from omnifleet_rollout.engine.port import Engine
 from omnifleet_rollout.worker.standing import Standing
@@ -49,6 +49,8 @@ class Member:
         self._lease: Membership | None = None
         self._rate = _Rate()
         self.dismissed = asyncio.Event()
+        self.target: WeightVersion | None = None
+        """The weights that the registry wants of our pool, as of the last heartbeat."""
         self.why = ""
         """Why the registry dismissed us."""
 
@@ -97,6 +99,7 @@ class Member:
         self._obey(orders)
 
     def _obey(self, orders: Orders) -> None:
+        self.target = orders.target_version
         if orders.wanted in (WorkerState.RETIRED, WorkerState.DEAD):
             self._dismiss(
                 f"the registry holds this worker for {orders.wanted}: {orders.note or 'no reason given'}"

@@ -21,16 +21,23 @@ from omnifleet.wire import (
     rollout_pb2,
     rollout_pb2_grpc,
 )
-from omnifleet.wire.codec import counters_to_wire, in_flight_from_wire, media_from_wire, version_to_wire
+from omnifleet.wire.codec import (
+    counters_to_wire,
+    in_flight_from_wire,
+    media_from_wire,
+    version_from_wire,
+    version_to_wire,
+)
 from omnifleet.wire.server import INSTANCE, handshake
 from omnifleet_rollout.engine.port import Engine
+from omnifleet_rollout.refit.lending import Lending
 from omnifleet_rollout.refit.receiver import Receiver
 from omnifleet_rollout.refit.source import source_of
 from omnifleet_rollout.worker.gate import Ending, Gate
 from omnifleet_rollout.worker.generation import Generation
 
 ROLLOUT_FEATURES = frozenset({"continuation", "exact_version", "score_tokens"})
-REFIT_FEATURES = frozenset({"shm", "nccl", "cuda_ipc", "quarantine"})
+REFIT_FEATURES = frozenset({"shm", "nccl", "cuda_ipc", "quarantine", "fetch"})
 _LONGEST_REPLY_S = 3600.0
 
 
@@ -114,10 +121,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 
 
 class RefitServicer(refit_pb2_grpc.RefitServicer):
-    """Weights in, over shared memory."""
+    """Weights in; and out, to a peer that has none."""
 
     def __init__(self, engine: Engine, receiver: Receiver, gate: Gate) -> None:
         self._engine, self._receiver, self._gate = engine, receiver, gate
+        self._lending = Lending(engine, receiver)
 
     async def Handshake(
         self, request: common_pb2.HandshakeRequest, context: Any
@@ -163,6 +171,14 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
         return refit_pb2.QuarantineReply(
             version=version_to_wire(await self._receiver.quarantine(request.reason))
         )
+
+    async def Fetch(
+        self, request: refit_pb2.FetchRequest, context: Any
+    ) -> AsyncIterator[refit_pb2.FetchReply]:
+        """See the contract."""
+        async with aclosing(self._lending.lend(version_from_wire(request.version))) as parts:
+            async for part in parts:
+                yield part
 
     async def Abort(self, request: refit_pb2.AbortRequest, context: Any) -> refit_pb2.AbortReply:
         """See the contract."""
