@@ -46,7 +46,7 @@ format: env  ## apply the formatting that lint checks
 env:  ## make or refresh .venv (Python 3.11, about a minute)
 	@scripts/setup_env.sh .venv
 
-tools:  ## find or install Redis, Chromium and NeMo Gym, which tests start
+tools:  ## find or install Redis, Chromium, NeMo Gym and OpenEnv, which tests start
 	@scripts/setup_test_tools.sh
 
 proto: env  ## regenerate omnifleet/wire from proto/

@@ -22,5 +22,5 @@ compile() {
 compile requirements/cpu.in --overrides requirements/overrides.txt --excludes requirements/excludes.txt \
     --no-emit-package torch --python-version 3.11 --output-file requirements/cpu.lock "$@"
 compile requirements/megatron.in --no-deps --python-version 3.12 --output-file requirements/megatron.lock "$@"
-compile tests/locks/nemo-gym.in --excludes tests/locks/nemo-gym-excludes.txt --python-version 3.12 \
-    --output-file tests/locks/nemo-gym.lock "$@"
+compile tests/locks/gyms.in --excludes tests/locks/gyms-excludes.txt --python-version 3.12 \
+    --output-file tests/locks/gyms.lock "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Finds or installs the programs that tests start: a Redis server, Chromium and NeMo Gym.
+# Finds or installs the programs that tests start: a Redis server, Chromium, NeMo Gym and OpenEnv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-scripts/setup_nemo_gym.sh >/dev/null || echo "[test tools] its tests will fail" >&2
+scripts/setup_gyms.sh >/dev/null || echo "[test tools] its tests will fail" >&2
 
 packages=()
 command -v redis-server >/dev/null || packages+=(redis-server)

@@ -1,4 +1,4 @@
-"""NeMo Gym's own servers and tool, in the environment of its own that scripts/setup_nemo_gym.sh makes."""
+"""NeMo Gym's own servers and tool, in the environment of its own that scripts/setup_gyms.sh makes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGS = (
 def environment_folder() -> Path:
     """The virtual environment; made if it is not there. Fails with what the set-up says."""
     done = subprocess.run(
-        [ROOT / "scripts" / "setup_nemo_gym.sh"], capture_output=True, text=True, timeout=600, check=False
+        [ROOT / "scripts" / "setup_gyms.sh"], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
     return Path(done.stdout.strip())
