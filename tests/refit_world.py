@@ -31,7 +31,8 @@ from omnifleet_rollout.engine.checkpoint import read_table
 from omnifleet_rollout.engine.fake import FakeEngine
 from omnifleet_rollout.engine.port import EnginePrompt
 from omnifleet_rollout.refit.buckets import DTYPES
-from omnifleet_rollout.refit.plan import record
+from omnifleet_rollout.refit.kept import KeptPlans
+from omnifleet_rollout.refit.plan import plan_key, record
 from omnifleet_rollout.refit.receiver import Receiver
 from omnifleet_rollout.refit.stager import Stager
 from omnifleet_rollout.refit.weights import Weights
@@ -110,21 +111,25 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 class SmallEngine(FakeEngine):
-    """A fake engine for tokens around a real stager for weights. planned: refits may go by plan."""
+    """A fake engine for tokens around a real stager for weights. planned: refits may go by plan; plans: kept there."""
 
-    def __init__(self, checkpoint: Path, *, planned: bool = True) -> None:
+    def __init__(self, checkpoint: Path, *, planned: bool = True, plans: Path | None = None) -> None:
         super().__init__(table=read_table(checkpoint))
         self._facts = replace(self._facts, transports=("shm", "nccl"))
         self.model = Small()
         source = Weights(checkpoint)
         table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in source.table.items()}
-        plan = record(self.model, self.model.load_weights, table, "small") if planned else None
+        kept = KeptPlans(plans) if plans is not None else None
+        found = kept.find(plan_key(self.model, table, "small"), self.model) if kept is not None else None
+        plan = found or record(self.model, self.model.load_weights, table, "small") if planned else None
         self.model.load_weights(tensors(-1).items())
         self.by_plan: list[bool] = []
         self.break_at_load = False
         self.spoiled: set[int] = set()
         """Numbers of versions after whose commit a layer is changed, unseen by any checksum."""
-        self.stager = Stager(self.model, source, plan, lambda: self._load(source), CPU)
+        self.stager = Stager(
+            self.model, source, plan, lambda: self._load(source), CPU, kept=kept, checked=found is not None
+        )
 
     def _load(self, source: Weights) -> None:
         for number, (name, tensor) in enumerate(source.everything()):
@@ -201,12 +206,14 @@ class Receiving:
 
 
 @asynccontextmanager
-async def receiving(checkpoint: Path, count: int, *, planned: bool = True) -> AsyncIterator[list[Receiving]]:
+async def receiving(
+    checkpoint: Path, count: int, *, planned: bool = True, plans: Path | None = None
+) -> AsyncIterator[list[Receiving]]:
     """Workers with a Refit service each, and a client of it."""
     async with AsyncExitStack() as stack:
         workers = []
         for number in range(count):
-            engine = SmallEngine(checkpoint, planned=planned)
+            engine = SmallEngine(checkpoint, planned=planned, plans=plans)
             await engine.start()
             gate = Gate(Standing(f"w{number}", base_version(engine.facts.tensors)), limit=8)
             worker = Receiving(f"w{number}", engine, gate, Receiver(engine, gate, Counters(f"t{number}")))

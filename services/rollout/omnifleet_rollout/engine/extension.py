@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from omnifleet.address import digest_bytes
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.vllm_launch import vllm_version
 from omnifleet_rollout.refit.buckets import DTYPES
 from omnifleet_rollout.refit.door import Door
-from omnifleet_rollout.refit.plan import NotPlannable, Plan, record, state_digests
+from omnifleet_rollout.refit.kept import KeptPlans, plans_folder
+from omnifleet_rollout.refit.plan import NotPlannable, Plan, plan_key, record, state_digests
 from omnifleet_rollout.refit.stager import Stager
 from omnifleet_rollout.refit.weights import Weights
 
@@ -70,26 +72,46 @@ class OmnifleetExtension:
         parallel = self.vllm_config.parallel_config
         # A rank's place among all ranks of its engine, data parallel ones included.
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        plan = self._omni_plan(model, rank)
+        kept = KeptPlans(plans_folder())
+        plan, checked = self._omni_plan(model, rank, kept)
         self._omni_stager = Stager(
-            model, self._omni, plan, lambda: self._omni_load(model), torch.device(self.device), rank
+            model,
+            self._omni,
+            plan,
+            lambda: self._omni_load(model),
+            torch.device(self.device),
+            rank,
+            kept,
+            checked,
         )
         transports = ["shm", "nccl"] + ["cuda_ipc"] * (torch.device(self.device).type == "cuda")
         self._omni_door = Door(self._omni_stager.begin, self._omni_stager.export)
         return {"transports": transports, "plan": plan.key if plan else "", "door": self._omni_door.name}
 
-    def _omni_plan(self, model: torch.nn.Module, rank: int) -> Plan | None:
-        """Learn where source slices land. None where the engine packs its weights, or the loader can't be followed."""
+    def _omni_plan(
+        self, model: torch.nn.Module, rank: int, kept: KeptPlans
+    ) -> tuple[Plan | None, bool]:
+        """Where source slices land, and whether that was checked: kept from an earlier start, else learnt now.
+
+        None where the engine packs its weights, or the loader can't be followed.
+        """
         if os.environ.get(PLAN_ENV) == "0" or torch.device(self.device).type != "cuda":
-            return None
+            return None, False
         table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in self._omni.table.items()}
         world = self.vllm_config.parallel_config.world_size
-        build = f"vllm {vllm_version()} {self.model_config.dtype} rank {rank} of {world}"
+        build = (
+            f"vllm {vllm_version()} torch {torch.__version__} {torch.cuda.get_device_name(self.device)} "
+            f"{self.model_config.dtype} {self.model_config.quantization} rank {rank} of {world} "
+            f"{digest_bytes((Path(self.model_config.model) / 'config.json').read_bytes(), 'refit-model')}"
+        )
+        found = kept.find(plan_key(model, table, build), model)
+        if found is not None:
+            return found, True
         try:
-            return record(model, model.load_weights, table, build)  # type: ignore[arg-type]
+            return record(model, model.load_weights, table, build), False  # type: ignore[arg-type]
         except NotPlannable as error:
             log.warning("refits take the loader path: %s", error)
-            return None
+            return None, False
 
     def _omni_counters(self) -> dict[str, float]:
         return {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ class View:
     def of(tensor: torch.Tensor) -> View:
         """The window that a tensor is."""
         return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def lies_within(self, elements: int) -> bool:
+        """True if all of it lies in a storage of so many elements."""
+        if len(self.shape) != len(self.stride) or min((self.offset, *self.shape, *self.stride)) < 0:
+            return False
+        last = self.offset + sum(
+            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
+        )
+        return 0 in self.shape or last < elements
 
     def on(self, tensor: torch.Tensor, base: int = 0) -> torch.Tensor:
         """The same window into the storage of `tensor`, moved on by `base` elements."""
@@ -65,7 +75,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All moves of one model. key: digest of engine build, model, table and rank.
+    """All moves of one model. key: see `plan_key`.
 
     fills: padding, which the loader writes and no source reaches. untouched: parameters that the loader does not write.
     unread: sources that it does not read.
@@ -107,9 +117,37 @@ class Plan:
             move.read.on(seen).fill_(True)
         return whole if bool(seen.all()) else None
 
+    def check_fits(self, model: torch.nn.Module) -> None:
+        """Raises LookupError if a move or fill would leave a source, or the model's memory."""
+        targets = dict(_memory(model))
+        writes = [(move.target, move.write) for move in self.moves]
+        writes += [(fill.target, fill.write) for fill in self.fills]
+        for target, write in writes:
+            if target not in targets:
+                raise LookupError(f"the model has no {target}")
+            room = targets[target].untyped_storage().nbytes() // targets[target].element_size()
+            if not write.lies_within(room):
+                raise LookupError(f"a copy leaves {target}")
+        for move in self.moves:
+            if move.source not in self.shapes or not move.read.lies_within(prod(self.shapes[move.source])):
+                raise LookupError(f"a copy leaves {move.source}")
+
 
 class NotPlannable(Exception):
     """The loader does more with a source than to place it; says what."""
+
+
+def plan_key(
+    model: torch.nn.Module, table: Mapping[str, tuple[torch.dtype, Sequence[int]]], build: str
+) -> str:
+    """Digest of all that a plan depends on: engine build and rank (`build`), model class, source table, memory layout."""
+    memory = [
+        [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
+        for name, tensor in _memory(model)
+    ]
+    sources = sorted([name, str(dtype), list(shape)] for name, (dtype, shape) in table.items())
+    parts = [build, type(model).__name__, sources, memory]
+    return digest_bytes(canonical_json(parts), "refit-plan")
 
 
 def record(
@@ -129,9 +167,8 @@ def record(
     except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError) as error:
         raise NotPlannable(f"the loader needs the values of weights: {error}") from error
     recorder.check()
-    parts = [build, type(model).__name__, sorted([n, str(d), list(s)] for n, (d, s) in table.items())]
     return Plan(
-        key=digest_bytes(canonical_json(parts), "refit-plan"),
+        key=plan_key(model, table, build),
         moves=tuple(recorder.moves),
         fills=tuple(recorder.fills),
         shapes={name: tuple(tensor.shape) for name, tensor in sources.items()},

@@ -19,6 +19,7 @@ from omnifleet_rollout.refit import ipc
 from omnifleet_rollout.refit.background import Background
 from omnifleet_rollout.refit.buckets import DTYPES, Memory
 from omnifleet_rollout.refit.collective import Collective
+from omnifleet_rollout.refit.kept import KeptPlans
 from omnifleet_rollout.refit.plan import Plan, agrees, replay
 from omnifleet_rollout.refit.shadow import ShadowTensor, check_table, read_transfer, rejected
 from omnifleet_rollout.refit.source import CUDA_IPC, GROUP
@@ -51,14 +52,17 @@ class Stager:
         load: Callable[[], None],
         device: torch.device,
         rank: int = 0,
+        kept: KeptPlans | None = None,
+        checked: bool = False,
     ) -> None:
+        """kept: where plans are kept that were checked. checked: this one was, at an earlier start."""
         self._model, self._weights, self._plan, self._load = model, weights, plan, load
         self._memory = Memory(device)
         self._collective = Collective(self._memory, rank)
         self._stage: Background[tuple[Sources, Pairs]] | None = None
         self._digest, self._pairs = "", Pairs()
         self._last: tuple[Sources | None, Pairs] = (None, [])
-        self._checked = False
+        self._kept, self._checked = kept, checked and plan is not None
         self._since_check = 0
         self.refits_by_plan, self.last_load_s = 0, 0.0
 
@@ -186,9 +190,13 @@ class Stager:
         self._checked, self._since_check = not different, 0
         if different:
             self._plan = None
+            if self._kept is not None:
+                self._kept.forget(plan.key)
             log.warning("the refit plan is dropped: the loader makes others of %s", ", ".join(different[:5]))
         else:
             log.info("refit plan %s: %d copies, equal to the loader's result", plan.key[:12], len(plan.moves))
+            if self._kept is not None:
+                self._kept.keep(plan)
         return False
 
 
