@@ -98,10 +98,9 @@ class Session:
         """
         if parts:
             self._messages.append({"role": "user", "content": _content(parts)})
-        message, turn = await self._talk.say(self._messages, tools, max_tokens, self._template)
+        message, turn = await self.say(self._messages, tools, max_tokens, self._template)
         _by_digest(self._messages, turn.media)
         self._messages.append(message)
-        self._turns.append(turn)
         return Reply(
             text=message.get("content") or "",
             reasoning=message.get("reasoning_content") or "",
@@ -116,6 +115,21 @@ class Session:
         temperature, top_p, top_k, max_tokens, stop, seed, identity, weight_version, return_provenance.
         """
         return self._talk.terms()
+
+    async def say(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> tuple[dict[str, Any], Turn]:
+        """Ask with a whole conversation in OpenAI's form, for an agent that keeps its own; the assistant's message and its turn.
+
+        Each must begin with the one before and its reply, as they were. Raises like `ask`.
+        """
+        message, turn = await self._talk.say(messages, tools, max_tokens, template or {})
+        self._turns.append(turn)
+        return message, turn
 
     def hear(self, *turns: Turn) -> None:
         """Take over the turns that such an agent had. They are held to the same as those of `ask`; see `join_turns`."""

@@ -1,0 +1,110 @@
+"""An OpenAI address of one episode, for agents that ask a model themselves: they get a base URL and a key, nothing else.
+
+What they ask goes to the gateway under the episode's own terms and becomes a turn of its session. One server a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from omnifleet.environments.session import Session
+from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.http import error_response, http_serving
+
+_BODY_BYTES = 96 << 20
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One episode. Its turns follow one another, however many requests come at once."""
+
+    session: Session
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Endpoint:
+    """The server of one environment in one process; it is up while an episode has a seat."""
+
+    def __init__(self) -> None:
+        self._seats: dict[str, _Seat] = {}
+        self._stack = AsyncExitStack()
+        self._address = ""
+        self._moving = asyncio.Lock()
+
+    @asynccontextmanager
+    async def seat(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+        """Base URL (with /v1) and API key for one episode, good until the end of the block."""
+        key = secrets.token_urlsafe(24)
+        async with self._moving:
+            if not self._seats:
+                serving = http_serving(self._app(), "127.0.0.1:0", knob="environments")
+                self._address = await self._stack.enter_async_context(serving)
+            self._seats[key] = _Seat(session)
+        try:
+            yield f"http://{self._address}/v1", key
+        finally:
+            async with self._moving:
+                del self._seats[key]
+                if not self._seats:
+                    await self._stack.aclose()
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+
+        @app.post("/v1/chat/completions")
+        async def chat(http: Request) -> JSONResponse:
+            try:
+                return JSONResponse(await self._chat(http))
+            except OmnifleetError as error:
+                return error_response(error)
+
+        return app
+
+    async def _chat(self, http: Request) -> dict[str, Any]:
+        seat = self._seats.get(http.headers.get("authorization", "").removeprefix("Bearer "))
+        if seat is None:
+            raise OmnifleetError(Reason.UNAUTHENTICATED, "no episode has this key")
+        body = await _body(http)
+        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        async with seat.turn:
+            message, turn = await seat.session.say(
+                body["messages"], body.get("tools") or (), limit, body.get("chat_template_kwargs") or {}
+            )
+        finish = "tool_calls" if message.get("tool_calls") else str(turn.finish_reason)
+        usage = {"prompt_tokens": len(turn.prompt_token_ids), "completion_tokens": len(turn.token_ids)}
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": str(body.get("model") or "policy"),
+            "choices": [{"index": 0, "message": message, "finish_reason": finish, "logprobs": None}],
+            "usage": usage | {"total_tokens": sum(usage.values())},
+        }
+
+
+async def _body(http: Request) -> dict[str, Any]:
+    if int(http.headers.get("content-length") or 0) > _BODY_BYTES:
+        raise invalid(f"the body is larger than {_BODY_BYTES} bytes", reason=Reason.LIMIT_EXCEEDED)
+    try:
+        body = json.loads(await http.body())
+    except ValueError as error:
+        raise invalid(f"the body is not JSON: {error}") from error
+    if not isinstance(body, Mapping) or not isinstance(body.get("messages"), list):
+        raise invalid("messages is missing")
+    if body.get("stream") or (body.get("n") or 1) != 1:
+        raise invalid("an episode's replies come whole and one at a time: leave out stream and n")
+    if body.get("tool_choice") not in (None, "auto"):
+        raise invalid(
+            "tool_choice is auto here: to force a call would change what the tokens are sampled from"
+        )
+    return dict(body)
