@@ -36,6 +36,8 @@ _RULES: dict[str, frozenset[Scope]] = {
     "Refit/Stage": frozenset({Scope.TRAINER}),
     "Refit/Commit": frozenset({Scope.TRAINER}),
     "Refit/Abort": frozenset({Scope.TRAINER}),
+    "Turns/Sleep": frozenset({Scope.TRAINER}),
+    "Turns/Wake": frozenset({Scope.TRAINER, Scope.OPERATOR}),
     "Refit/Fetch": frozenset({Scope.SERVICE, Scope.TRAINER}),
     "Refit/Quarantine": frozenset({Scope.TRAINER, Scope.OPERATOR}),
     "Rollout/SetBudget": frozenset({Scope.TRAINER}),

@@ -17,7 +17,15 @@ from omnifleet.config.services import (
     RewardConfig,
     RolloutConfig,
 )
-from omnifleet.types import LogprobsMode
+from omnifleet.types import InFlight, LogprobsMode
+
+PLAN = "plan"
+"""Key of a validation context: the recipe is to be looked at and laid out, so what no backend can run is no error."""
+
+
+def is_plan(info: ValidationInfo) -> bool:
+    """Whether this validation is of a plan."""
+    return bool((info.context or {}).get(PLAN))
 
 
 class RunConfig(StrictModel):
@@ -249,6 +257,8 @@ class TrainerConfig(StrictModel):
     """Steps between refits."""
     refit_timeout_s: float = Field(60.0, gt=0)
     """Deadline of each phase of a refit, for each worker."""
+    turn_timeout_s: float = Field(300.0, gt=0)
+    """With rollout.sleep_level: longest time in which the devices change hands, engines and policy each."""
     peak_tflops: float | None = Field(None, gt=0)
     """Dense peak of the policy's devices in its dtype, 10^12 operations a second (one H200, bfloat16: 989); absent = no
     `mfu` metric."""
@@ -406,6 +416,34 @@ class Recipe(StrictModel):
             raise ValueError("trainer.backend = megatron has no trainer.logprob_chunk: leave it out")
         if self.model.family == "qwen2_vl":
             raise ValueError("trainer.backend = megatron has no Qwen2-VL: set model.family = qwen2_5_vl")
+        return self
+
+    @property
+    def colocated(self) -> bool:
+        """True if trainer and engines take turns on the same devices."""
+        return self.rollout.sleep_level is not None
+
+    @model_validator(mode="after")
+    def _turns_can(self) -> Recipe:
+        level, refit = self.rollout.sleep_level, self.refit
+        if level is None:
+            return self
+        if refit.transport == "nccl":
+            raise ValueError(
+                "rollout.sleep_level: two ranks of one NCCL group cannot share a device; set refit.transport = cuda_ipc or shm"
+            )
+        if refit.canary is not None:
+            raise ValueError(
+                "rollout.sleep_level: a canary needs trainer and engine on the device at once; leave refit.canary out"
+            )
+        if self.rollout.kv_after_refit is InFlight.DRAIN:
+            raise ValueError("rollout.sleep_level: sleeping requests finish nothing; set kv_after_refit = recompute")
+        if level > 0 and self.rollout.kv_after_refit is InFlight.KEEP:
+            raise ValueError(
+                f"rollout.sleep_level {level} drops KV, so it cannot be kept: set kv_after_refit = recompute or sleep_level = 0"
+            )
+        if level == 2 and self.trainer.refit_every > 1:
+            raise ValueError("rollout.sleep_level 2 drops weights: set trainer.refit_every = 1, or sleep_level = 1")
         return self
 
     @model_validator(mode="after")

@@ -246,6 +246,7 @@ _OWN_ARGUMENTS = frozenset(
         "scheduling_policy",
         "worker_extension_cls",
         "distributed_executor_backend",
+        "enable_sleep_mode",
         "enable_return_routed_experts",
         "return_sampling_mask",
         "trust_remote_code",
@@ -332,6 +333,9 @@ class RolloutConfig(StrictModel):
     """Seconds behind the pool's weights after which a worker takes them from a READY peer, if the trainer has not come."""
     drain_timeout_s: float = Field(60.0, gt=0)
     """How long a draining worker may finish its requests."""
+    sleep_level: Literal[0, 1, 2] | None = None
+    """Set: engines and trainer have the same devices and take turns. While the policy trains, engines sleep: 0 = they only
+    pause; 1 = their weights go to host memory, KV is dropped; 2 = both are dropped, and every refit is a complete one."""
 
     @model_validator(mode="after")
     def _start_within_limit(self) -> RolloutConfig:

@@ -103,6 +103,7 @@ class FakeEngine:
         self._go = asyncio.Event()
         self._shadow: tuple[str, int] | None = None
         self._alive = True
+        self._has_weights = True
         self.weights: dict[str, bytes] = {}
 
     @property
@@ -220,6 +221,22 @@ class FakeEngine:
         """Go on. See `Engine.resume`."""
         self._go.set()
 
+    async def sleep(self, level: int) -> None:
+        """Freeze, and from level 1 on have no memory. See `Engine.sleep`."""
+        self._check_alive()
+        assert level == 0 or not any(not r.ended.is_set() for r in self._running.values()), "abort them first"
+        self._go.clear()
+        self._has_weights = level == 0
+        if level == 2:
+            self.weights.clear()
+
+    async def wake(self, *, weights_only: bool) -> None:
+        """Go on, or only have weights again. See `Engine.wake`."""
+        self._check_alive()
+        self._has_weights = True
+        if not weights_only:
+            self._go.set()
+
     async def stage(self, manifest_json: str, source: str) -> int:
         """Verify a transfer and keep it in the shadow. See `Engine.stage`."""
         body = json.loads(manifest_json)
@@ -241,6 +258,8 @@ class FakeEngine:
         self._check_alive()
         if self._shadow is None:
             raise rejected("nothing is staged")
+        if not self._has_weights:
+            raise OmnifleetError(Reason.ENGINE_ERROR, "the weights of the fake engine sleep")
         if self.fail_commit:
             self.fail_commit = False
             raise OmnifleetError(Reason.ENGINE_ERROR, "the fake engine was told to fail this commit")

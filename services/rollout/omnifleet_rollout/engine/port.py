@@ -150,6 +150,21 @@ class Engine(Protocol):
         """Go on. Idempotent. An engine that does not is not `alive` any more."""
         ...
 
+    async def sleep(self, level: int) -> None:
+        """Give device memory up, until `wake`: 0 = none, all requests are frozen where they are; 1 = weights go to host
+        memory, KV is dropped; 2 = both are dropped. From level 1 on every request was aborted before. Deeper than now, or new.
+
+        Raises ENGINE_ERROR, UNSUPPORTED. An engine that may be half asleep is not `alive` any more.
+        """
+        ...
+
+    async def wake(self, *, weights_only: bool) -> None:
+        """Undo `sleep` and go on. weights_only: only give the weights memory again, so that a commit can write them.
+
+        Raises ENGINE_ERROR; the engine is then not `alive` any more.
+        """
+        ...
+
     async def stage(self, manifest_json: str, source: str) -> int:
         """Receive a transfer into the shadow and verify it; bytes staged. Raises REFIT_REJECTED, weights untouched.
 

@@ -59,6 +59,8 @@ class VllmEngine:
         )
         self._llm: Any = None
         self._stuck = ""
+        self._asleep: list[str] = []
+        """Kinds of memory that are given up."""
         self._doors: list[str] = []
         self._stats = EngineStats()
         self._counters: dict[str, float] = {"encoder_items": 0.0}
@@ -299,14 +301,44 @@ class VllmEngine:
 
     async def resume(self) -> None:
         """Go on. See `Engine.resume`."""
-        if self._llm is None:
+        if self._llm is not None:
+            await self._or_give_up(_PAUSE_S, self._llm.resume_generation(), "resume")
+
+    async def sleep(self, level: int) -> None:
+        """Give device memory up. See `Engine.sleep`. The CPU build only pauses and drops its caches."""
+        if level == 0:
+            await self.pause()
             return
+        if not self._config.sleep_level:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED,
+                "this engine was not started to give its memory up",
+                knob="rollout.sleep_level",
+            )
+        await self._or_give_up(_RPC_S, self._llm.sleep(level), "fall asleep")
+        self._asleep = ["weights", "kv_cache"]
+
+    async def wake(self, *, weights_only: bool) -> None:
+        """Take it back. See `Engine.wake`."""
+        tags = [tag for tag in self._asleep if tag == "weights" or not weights_only]
+        if tags:
+            await self._or_give_up(_RPC_S, self._llm.wake_up(tags), "wake up")
+            self._asleep = [tag for tag in self._asleep if tag not in tags]
+        elif not weights_only:
+            await self.resume()
+
+    async def _or_give_up(self, limit_s: float, step: Awaitable[Any], what: str) -> None:
+        """`step`; an engine that does not get there in time, or fails, is not `alive` any more. Raises ENGINE_ERROR."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         try:
-            await self._within(_PAUSE_S, self._llm.resume_generation(), "resume")
-        except OmnifleetError as error:
-            self._stuck = error.message
-            log.error("given up: %s", error.message)
-            raise
+            await self._within(limit_s, step, what)
+        except (OmnifleetError, EngineDeadError, RuntimeError) as error:
+            self._stuck = str(error)
+            log.error("given up: %s", error)
+            if isinstance(error, OmnifleetError):
+                raise
+            raise retryable(Reason.ENGINE_ERROR, f"vLLM could not {what}: {error}") from error
 
     async def _within(self, limit_s: float, step: Awaitable[Result], what: str) -> Result:
         """`step`, bounded in time. Raises ENGINE_ERROR, retryable, at the deadline."""
@@ -367,6 +399,11 @@ class VllmEngine:
         return [body["ok"] for body in bodies]
 
 
+async def _turns() -> None:
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
+
+
 def _delta(choice: Any, cached_tokens: int | None) -> EngineDelta:
     ids = list(choice.token_ids)
     # 0.25.1 repeats the logprobs of the whole reply behind those of an abort that brings no tokens.
@@ -394,8 +431,3 @@ def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
     return FinishReason(reason) if reason in FinishReason.__members__.values() else FinishReason.STOP
-async def _turns() -> None:
-    for _ in range(_TURNS):
-        await asyncio.sleep(0)
-
-

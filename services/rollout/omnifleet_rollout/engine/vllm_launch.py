@@ -79,6 +79,7 @@ def launch(
         **{name: value for name, value in optional.items() if value is not None},
         **_pixels_as_given(AsyncEngineArgs),
         **extras,
+        **({"enable_sleep_mode": True} if config.sleep_level and not current_platform.is_cpu() else {}),
         **_asked(engine.arguments, AsyncEngineArgs, cpu=current_platform.is_cpu()),
     )
     if current_platform.is_cpu():

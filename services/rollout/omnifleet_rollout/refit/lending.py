@@ -36,7 +36,8 @@ class Lending:
             file = os.memfd_create("omnifleet-loan", os.MFD_CLOEXEC)
             try:
                 tensors = [(spec.name, spec.dtype) for spec in manifest.tensors]
-                await self._engine.export(f"/proc/{os.getpid()}/fd/{file}", tensors)
+                with self._receiver.rest.reading():
+                    await self._engine.export(f"/proc/{os.getpid()}/fd/{file}", tensors)
                 yield refit_pb2.FetchReply(manifest=manifest)
                 os.lseek(file, 0, os.SEEK_SET)
                 while chunk := await asyncio.to_thread(os.read, file, CHUNK_BYTES):

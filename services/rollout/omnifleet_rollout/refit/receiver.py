@@ -18,6 +18,7 @@ from omnifleet.wire.manifest import json_digest, manifest_json
 from omnifleet_rollout.engine.port import Engine
 from omnifleet_rollout.refit.shadow import rejected
 from omnifleet_rollout.worker.gate import Ending, Flight, Gate
+from omnifleet_rollout.worker.rest import Rest
 
 log = logging.getLogger("omnifleet.rollout.refit")
 Result = TypeVar("Result")
@@ -57,6 +58,7 @@ class Receiver:
         """Of the version that was committed last."""
         self._refused: tuple[WeightVersion, str] | None = None
         """The version that was quarantined last, and why."""
+        self.rest = Rest(engine, gate)
         self._busy = asyncio.Lock()
         self._steps: set[asyncio.Task[Any]] = set()
 
@@ -104,6 +106,14 @@ class Receiver:
         """
         deadline_s = deadline_s or DEFAULT_DEADLINE_S
         return await self._alone(lambda: self._commit(digest, policy, deadline_s), 0.0, "commit")
+
+    async def sleep(self, level: int, deadline_s: float = 0.0) -> int:
+        """Give the device up; see `Rest.sleep`. Raises CONFLICT while a step of a refit runs, DEADLINE."""
+        return await self._alone(lambda: self.rest.sleep(level), deadline_s, "sleep")
+
+    async def wake(self, *, weights_only: bool, deadline_s: float = 0.0) -> None:
+        """Take it back; see `Rest.wake`. Raises CONFLICT while a step of a refit runs, DEADLINE."""
+        await self._alone(lambda: self.rest.wake(weights_only=weights_only), deadline_s, "wake")
 
     async def abort(self, digest: str) -> WeightVersion:
         """Drop what is staged, or end a stage that runs; the version that serves.
@@ -157,6 +167,7 @@ class Receiver:
 
     async def _stage(self, manifest: refit_pb2.Manifest, source: str) -> tuple[str, int]:
         version, body = self._check(manifest)
+        self.rest.check_weights()
         size = await self._fill(version, body, source)
         self._staged = _Staged(version.manifest_digest, version, manifest, manifest.encoder_changed)
         return version.manifest_digest, size
@@ -218,19 +229,22 @@ class Receiver:
             if digest and digest == self._standing.version.manifest_digest and not self._standing.fence:
                 return Committed(self._standing.version, 0.0, 0, 0)  # the reply to an earlier commit was lost
             raise rejected(f"no refit {digest[:12] or '(no digest)'} is staged here")
+        self.rest.check_weights()
         try:
             await self._clear_the_way(policy, deadline_s)
             return await self._swap(staged, policy)
         finally:
-            self._gate.open()
+            if not self.rest.asleep:
+                self._gate.open()
 
     async def _clear_the_way(self, policy: InFlight, deadline_s: float) -> None:
         """Before the gate: let those finish who must not see two versions. Raises DEADLINE, nothing changed."""
         self._gate.close(exact_only=True)
-        if not await self._gate.until_gone(deadline_s / 2, _is_exact):
+        asleep = self.rest.asleep  # nobody finishes then
+        if asleep or not await self._gate.until_gone(deadline_s / 2, _is_exact):
             await self._engine.abort(self._gate.end(Ending.MOVED, _is_exact))
         self._gate.close()
-        if policy is InFlight.DRAIN and not await self._gate.until_gone(deadline_s / 2):
+        if policy is InFlight.DRAIN and not asleep and not await self._gate.until_gone(deadline_s / 2):
             left = len(self._gate.inside)
             raise retryable(Reason.DEADLINE, f"{left} samples were still running; the old version serves on")
         if policy is InFlight.KEEP:
@@ -241,10 +255,12 @@ class Receiver:
         running = sum(flight.ending is None for flight in self._gate.inside)
         began = time.monotonic()
         try:
-            await self._engine.pause()
+            if not self.rest.asleep:
+                await self._engine.pause()
             loaded = await self._load(staged, policy)
         finally:
-            await self._resume()
+            if not self.rest.asleep:
+                await self._resume()
         seconds = time.monotonic() - began
         self._counters.add("refits")
         self._counters.add("refit_gate_seconds", seconds)

@@ -18,7 +18,7 @@ from omnifleet.http import http_serving, make_app
 from omnifleet.service import freeze_heap, peer, until_stopped, write_record
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import WorkerState
-from omnifleet.wire import refit_pb2_grpc, rollout_pb2_grpc
+from omnifleet.wire import refit_pb2_grpc, rollout_pb2_grpc, turns_pb2_grpc
 from omnifleet.wire.manifest import base_version
 from omnifleet.wire.server import INSTANCE, serving
 from omnifleet_rollout.engine.port import Engine
@@ -28,6 +28,7 @@ from omnifleet_rollout.worker.gate import Ending, Gate
 from omnifleet_rollout.worker.membership import Member
 from omnifleet_rollout.worker.server import RefitServicer, RolloutServicer
 from omnifleet_rollout.worker.standing import Standing
+from omnifleet_rollout.worker.turns import TurnsServicer
 
 log = logging.getLogger("omnifleet.rollout.worker")
 SIGNAL_DRAIN_S = 5.0
@@ -55,6 +56,8 @@ class Worker:
         refit = RefitServicer(self.engine, self.receiver, self.gate)
         rollout_pb2_grpc.add_RolloutServicer_to_server(rollout, server)  # type: ignore[no-untyped-call]
         refit_pb2_grpc.add_RefitServicer_to_server(refit, server)  # type: ignore[no-untyped-call]
+        turns = TurnsServicer(self.receiver, self.gate)
+        turns_pb2_grpc.add_TurnsServicer_to_server(turns, server)  # type: ignore[no-untyped-call]
 
     async def serve(self, run_dir: Path, *, listen: str, http_listen: str, gateway: str) -> str:
         """Serve and stay a member of the fleet until stopped, drained or dismissed; returns why it ended.
