@@ -30,6 +30,7 @@ class _Seat:
 
     session: Session
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    failure: OmnifleetError | None = None
 
 
 class Endpoint:
@@ -43,15 +44,22 @@ class Endpoint:
 
     @asynccontextmanager
     async def seat(self, session: Session) -> AsyncIterator[tuple[str, str]]:
-        """Base URL (with /v1) and API key for one episode, good until the end of the block."""
-        key = secrets.token_urlsafe(24)
+        """Base URL (with /v1) and API key for one episode, good until the end of the block.
+
+        A block that raises after the gateway refused ends with that refusal: no fault of the agent.
+        """
+        key, seat = secrets.token_urlsafe(24), _Seat(session)
         async with self._moving:
             if not self._seats:
                 serving = http_serving(self._app(), "127.0.0.1:0", knob="environments")
                 self._address = await self._stack.enter_async_context(serving)
-            self._seats[key] = _Seat(session)
+            self._seats[key] = seat
         try:
             yield f"http://{self._address}/v1", key
+        except Exception as error:
+            if seat.failure is not None:
+                raise seat.failure from error
+            raise
         finally:
             async with self._moving:
                 del self._seats[key]
@@ -76,10 +84,13 @@ class Endpoint:
             raise OmnifleetError(Reason.UNAUTHENTICATED, "no episode has this key")
         body = await _body(http)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        tools, template = body.get("tools") or (), body.get("chat_template_kwargs") or {}
         async with seat.turn:
-            message, turn = await seat.session.say(
-                body["messages"], body.get("tools") or (), limit, body.get("chat_template_kwargs") or {}
-            )
+            try:
+                message, turn = await seat.session.say(body["messages"], tools, limit, template)
+            except OmnifleetError as error:
+                seat.failure = error
+                raise
         finish = "tool_calls" if message.get("tool_calls") else str(turn.finish_reason)
         usage = {"prompt_tokens": len(turn.prompt_token_ids), "completion_tokens": len(turn.token_ids)}
         return {

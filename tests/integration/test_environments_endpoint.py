@@ -7,9 +7,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from omnifleet.environments import Crashed, Environment, Outcome, PromptError, Scored, Session, Task
+from omnifleet.environments import Environment, Lost, Outcome, PromptError, Scored, Session, Task
 from omnifleet.environments.endpoint import Endpoint
 from omnifleet.environments.play import play
+from omnifleet.errors import Reason
 from tests.contract.gateway_world import write_tokenizer
 from tests.integration.test_environments import order, scripted, talking, warm
 
@@ -65,4 +66,4 @@ async def test_what_an_agent_asks_by_itself_is_the_episode(tmp_path: Path) -> No
 
         worker.replies += replies
         played = await play(agent, order(Task("t", "edit"), "edited"), http)
-        assert isinstance(played.outcome, Crashed) and "history_changed" in played.outcome.message
+        assert isinstance(played.outcome, Lost) and played.outcome.error.reason is Reason.HISTORY_CHANGED

@@ -103,7 +103,7 @@ class Collected(Environment):
 
     async def run(self, session: Session) -> Outcome:
         """The rollout of this task with the number of this sample."""
-        key = (int(session.task.id), int(session.terms()["identity"]["sample"]))
+        key = (int(session.task.extra["at"]), int(session.terms()["identity"]["sample"]))
         while key not in self._found:
             self._refresh()
             if key not in self._found:
@@ -144,7 +144,7 @@ def row_task(at: int, row: Mapping[str, Any]) -> Task:
     text = (
         said if isinstance(said, str) else next((_text(item) for item in reversed(said) if _text(item)), "")
     )
-    return Task(str(at), text, str(row.get("expected_answer", "")), extra={"row": dict(row)})
+    return Task(str(at), text, str(row.get("expected_answer", "")), extra={"row": dict(row), "at": at})
 
 
 def params(row: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
