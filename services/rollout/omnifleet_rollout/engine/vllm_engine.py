@@ -206,10 +206,10 @@ class VllmEngine:
                             raise retryable(Reason.ENGINE_ERROR, "vLLM ended the request with an error")
                         yield None
                         return
-                    began = began or bool(choice.token_ids)
-                    delta = _delta(choice, output.num_cached_tokens)
                     if request.in_bulk and not began and choice.token_ids:
                         seams.hold_back(self._llm, request.id, self._config.engine.bulk_tokens)
+                    began = began or bool(choice.token_ids)
+                    delta = _delta(choice, output.num_cached_tokens)
                     self._check_extras(delta)
                     yield delta
         except EngineDeadError as error:

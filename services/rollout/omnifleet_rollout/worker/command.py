@@ -169,9 +169,9 @@ async def run_worker(
     try:
         # No gRPC before this returns: the engine's process may be forked from ours, and must not hold our sockets.
         await engine.start()
+        freeze_heap()
         worker = Worker(engine, name, config, tokens)
         why = await worker.serve(run_dir, listen=listen, http_listen=http_listen, gateway=gateway)
     finally:
         await engine.shutdown()
     log.info("%s ends: %s", name, why)
-        freeze_heap()
