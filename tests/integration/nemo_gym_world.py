@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -51,6 +52,7 @@ class NemoGymWorld:
         self.folder, self.head = folder, f"http://127.0.0.1:{port}"
         self._venv = environment_folder()
         self._port = port
+        self._ray = Path(tempfile.mkdtemp(prefix="ray-"))  # short: it will hold sockets
         for server in SERVERS:  # all servers in the one environment, instead of one that each would make
             place = folder / "venvs" / server
             place.mkdir(parents=True)
@@ -80,15 +82,13 @@ class NemoGymWorld:
             yield
         finally:
             family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()  # at once: asked to end it gives each server a second, and Ray ten
+            process.wait()
             for child in family:
-                if child.is_running():
+                with suppress(psutil.NoSuchProcess):
                     child.kill()
+            psutil.wait_procs(family, timeout=20)
+            shutil.rmtree(self._ray, ignore_errors=True)
 
     def collect(self, rows: Path, out: Path, agent: str, repeats: int) -> str:
         """Run the tool that collects rollouts; what it printed."""
@@ -110,4 +110,10 @@ class NemoGymWorld:
     def _env(self) -> dict[str, str]:
         kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
         path = f"{self._venv / 'bin'}:{os.environ['PATH']}"
-        return {**kept, "PATH": path, "RAY_AUTH_MODE": "disabled", "WANDB_MODE": "disabled"}
+        return {
+            **kept,
+            "PATH": path,
+            "RAY_TMPDIR": str(self._ray),
+            "RAY_AUTH_MODE": "disabled",
+            "WANDB_MODE": "disabled",
+        }

@@ -164,10 +164,7 @@ def turns_of(said: Mapping[str, Any]) -> tuple[list[Turn], float]:
         response, reward = said["response"], float(said["reward"])
         origin = response["omnifleet"]
         items = [item for item in response["output"] if item.get("generation_token_ids")]
-        told = [*origin.get("earlier", ()), origin]
-        known = [turn["weight_versions"] for turn in told][-len(items) :]
-        if not items or len(known) < len(items):
-            raise ValueError(f"{len(items)} replies with tokens, {len(known)} with versions")
+        known = [*_versions(items[:-1], origin.get("earlier", ())), origin["weight_versions"]]
         cut = (response.get("incomplete_details") or {}).get("reason")
         turns = [
             Turn(
@@ -197,6 +194,20 @@ def turns_of(said: Mapping[str, Any]) -> tuple[list[Turn], float]:
             knob="openai_model.extra_body.return_provenance",
         ) from error
     return turns, reward
+
+
+def _versions(
+    items: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]
+) -> list[list[dict[str, Any]]]:
+    """Of each item but the last, in order; the session may have had other replies between. Raises ValueError."""
+    found, replies = [], iter(earlier)
+    for item in items:
+        size = len(item["prompt_token_ids"]), len(item["generation_token_ids"])
+        told = next((r for r in replies if (r["prompt_tokens"], r["tokens"]) == size), None)
+        if told is None:
+            raise ValueError("no weight version is known of an earlier turn: was it of this session?")
+        found.append(told["weight_versions"])
+    return found
 
 
 def agents_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.gateway.conversation import ChatPrompt, Conversations
 from omnifleet_rollout.gateway.dispatch import Dispatcher
 from omnifleet_rollout.gateway.links import Links
+from omnifleet_rollout.gateway.origins import Origins
 from omnifleet_rollout.gateway.parsing import ParsersLoader
 from omnifleet_rollout.gateway.parts import PutMedia
 from omnifleet_rollout.gateway.progress import Decode
@@ -56,6 +57,7 @@ class Gateway:
         self.counters = Counters("gateway")
         self.parsers = ParsersLoader(config, renderer)
         self.conversations = Conversations(renderer, put_media, sessions, config.request_timeout_s)
+        self.origins = Origins()
         self.session_keys = SessionKeys(worker_secret)
         self._model_path = model_path
         self._links = Links(worker_secret)

@@ -62,6 +62,7 @@ class Responses:
         self._gateway, self._request, self._reply, self._turn = gateway, request, reply, turn
         self._choice = reply.choices[0]
         self._message_id = _id("msg")
+        self._earlier: list[dict[str, Any]] = []
         self._sequence = 0
 
     # ------------------------------------------------------------------ events
@@ -71,8 +72,12 @@ class Responses:
         piece = self._reply.take(event)
         choice = self._choice
         if piece is not None and choice.parsed is not None and str(choice.finish) != "abort":
-            parsed = choice.parsed
+            parsed, who = choice.parsed, self._turn.who
             self._gateway.conversations.keep(self._turn, parsed.content, parsed.tool_calls, choice.token_ids)
+            if self._request.return_provenance:
+                self._earlier = self._gateway.origins.earlier(who)
+                versions = self._reply.versions(choice.spans)
+                self._gateway.origins.keep(who, self._reply.prompt_tokens, len(choice.token_ids), versions)
         return piece
 
     def take(self, event: Event) -> Iterator[dict[str, Any]]:
@@ -211,8 +216,13 @@ class Responses:
             "top_p": reply.sampling.top_p,
             "truncation": "disabled",
             "usage": self._usage() if status != "in_progress" else None,
-            "omnifleet": {**reply.origin(), "weight_versions": reply.versions(self._choice.spans)},
+            "omnifleet": self._origin(),
         }
+
+    def _origin(self) -> dict[str, Any]:
+        versions = {"weight_versions": self._reply.versions(self._choice.spans)}
+        earlier = {"earlier": self._earlier} if self._earlier else {}
+        return {**self._reply.origin(), **versions, **earlier}
 
     def _usage(self) -> dict[str, Any]:
         reply = self._reply
