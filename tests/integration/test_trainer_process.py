@@ -57,7 +57,7 @@ def trainer(run_dir: Path, *options: str) -> Any:
     return process(run_dir, "trainer", str(CHILD), "serve", "--run-dir", str(run_dir), *options)
 
 
-def write_recipe(folder: Path, **trainer_settings: Any) -> Path:
+def write_recipe(folder: Path, *, rollout: dict[str, Any] | None = None, **trainer_settings: Any) -> Path:
     run_dir = folder / "run"
     run_dir.mkdir()
     write_model(folder / "model")
@@ -66,7 +66,7 @@ def write_recipe(folder: Path, **trainer_settings: Any) -> Path:
         "model": {"path": str(folder / "model")},
         "reward": [{"name": "format"}],
         "sampling": {"max_tokens": 12, "top_k": 3},
-        "rollout": {"engine": {"return_routed_experts": True, "return_sampling_mask": True}},
+        "rollout": {"engine": {"return_routed_experts": True, "return_sampling_mask": True}, **(rollout or {})},
         "data": {"max_prompt_tokens": 200},
         "evaluation": {"size": 4, "controls": True},
         "trainer": {
@@ -138,7 +138,9 @@ async def test_a_run_survives_kill_9_and_sigterm_of_the_trainer(tmp_path: Path) 
     assert max(row["lag_max"] for row in rows if "lag_max" in row) <= 1
     assert "heldout_reward" in rows[-1]
     replayed = {(row["replayed/experts"], row["replayed/sampling_masks"]) for row in rows if "lag_max" in row}
-    assert replayed == {(1.0, 1.0)}, "what engines return comes through services and ledger to each trained sample"
+    assert replayed == {(1.0, 1.0)}, (
+        "what engines return comes through services and ledger to each trained sample"
+    )
 
 
 async def test_a_missing_model_is_said_before_anything_is_waited_for(tmp_path: Path) -> None:

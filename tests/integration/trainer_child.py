@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 import omnifleet_trainer.data
+from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.cli import app
 from omnifleet_trainer.data import PromptRow
 from omnifleet_trainer.policy import build, fake
@@ -19,7 +21,29 @@ ROWS = 24
 
 
 class FakeEnginePolicy(fake.FakePolicy):
-    """Weights by the names and shapes of the fake engine."""
+    """Weights by the names and shapes of the fake engine.
+
+    While there is a file `hold` in `folder`, a step that trains writes `held` and waits. A policy that was put off its
+    device does not train.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self._folder, self._here = folder, True
+
+    def train(self, batch: StepBatch) -> dict[str, float]:
+        assert self._here, "the policy is not on its device"
+        if self._folder is not None:
+            while (self._folder / "hold").exists():
+                (self._folder / "held").touch()
+                time.sleep(0.02)
+        return super().train(batch)
+
+    def offload(self) -> None:
+        self._here = False
+
+    def onload(self) -> None:
+        self._here = True
 
     def export(self) -> Iterator[tuple[str, Any]]:
         for index in range(3):
@@ -83,5 +107,5 @@ def write_model(folder: Path) -> None:
 
 if __name__ == "__main__":
     omnifleet_trainer.data.load_rows = load_rows
-    build.open_policy = lambda recipe, source, **_: FakeEnginePolicy()
+    build.open_policy = lambda recipe, source, **_: FakeEnginePolicy(source.parent)
     app()

@@ -45,6 +45,7 @@ from omnifleet_trainer.loop.prompting import Prompter
 from omnifleet_trainer.loop.prompts import Prompts
 from omnifleet_trainer.loop.rollouts import Rollouts
 from omnifleet_trainer.loop.samplers import SAMPLERS
+from omnifleet_trainer.loop.turns import Apart, Turns
 from omnifleet_trainer.loop.weights import Weights
 from omnifleet_trainer.rendering import Renderer
 
@@ -231,6 +232,7 @@ def world(
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
     replay: Replay = NO_REPLAY,
+    turns: Callable[[FakeRollout], Turns] = lambda rollout: Apart(),
     **trainer: Any,
 ) -> Iterator[World]:
     """Open a run in `folder`, at a checkpoint of step `resume_at`. `trainer`: settings of TrainerConfig."""
@@ -340,6 +342,7 @@ def world(
         lambda version: None,
         checkpoint,
         media_counters,
+        turns=turns(rollout),
         clock=clock,
     )
     controller = Controller(parts, config, evaluation)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from omnifleet_trainer.loop.metrics import sample_metrics, time_metrics, with_al
 from omnifleet_trainer.loop.prompts import Prompts
 from omnifleet_trainer.loop.rollouts import Rollouts
 from omnifleet_trainer.loop.stopwatch import Stopwatch
+from omnifleet_trainer.loop.turns import Apart, Turns
 from omnifleet_trainer.loop.weights import Weights
 
 log = logging.getLogger("omnifleet.trainer")
@@ -70,6 +71,7 @@ class Parts:
     checkpoint: Callable[[int], Awaitable[Path]]
     media_counters: Callable[[], Awaitable[dict[str, float]]]
     checkpoint_beside: Callable[[int], Awaitable[None]] | None = None
+    turns: Turns = field(default_factory=Apart)
     clock: Callable[[], float] = time.monotonic
 
 
@@ -150,13 +152,15 @@ class Controller:
             batch = await p.batches.build(groups, step=step, version=version)
             p.ledger.consume([group.id for group in ready], step=step, version=version)
             p.admission.trained(len(ready))
+        with watch.timing("turn"):
+            turned = await p.turns.train()
         with watch.timing("train"):
             trained = await p.weights.on_thread(lambda: p.weights.policy.train(batch))
         p.weights.trained()
-        metrics = with_aliases(trained) | sample_metrics(batch, groups) | queues
+        metrics = with_aliases(trained) | sample_metrics(batch, groups) | queues | turned
         with watch.timing("refit"):
-            if step % self._trainer.refit_every == 0:
-                metrics |= await self._publish()
+            due = step % self._trainer.refit_every == 0
+            metrics |= await (self._publish() if due else p.turns.generate())
         metrics |= watch.metrics()
         metrics |= time_metrics(metrics)
         metrics["tokens_per_s"] = metrics["response_tokens"] / metrics["step_s"]
@@ -179,7 +183,9 @@ class Controller:
         """Give the fleet the policy's weights; then, and only then, they count for credits and bounds."""
         p = self._parts
         version = p.weights.version
-        metrics = await p.refits.publish(version)
+        metrics = await p.turns.refit()
+        metrics |= await p.refits.publish(version)
+        metrics |= await p.turns.generate()
         p.serving(version)
         p.admission.serving(version.number)
         return metrics

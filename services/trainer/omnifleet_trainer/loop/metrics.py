@@ -19,6 +19,7 @@ _IDLE = {
     "wait_s": "idle/buffer_starvation_s",
     "prepare_s": "idle/prepare_s",
     "refit_s": "idle/refit_bubble_s",
+    "turn_s": "idle/turn_s",
 }
 
 

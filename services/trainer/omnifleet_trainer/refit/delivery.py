@@ -83,6 +83,11 @@ class Delivery:
         self._at[worker] = (commit.version, time.monotonic())
         return commit
 
+    def lost_weights(self, worker: str) -> None:
+        """A worker dropped its weights, as it was told to: it needs everything next time."""
+        self._broken.add(worker)
+        self._at.pop(worker, None)
+
     @contextmanager
     def blaming(self, worker: str) -> Iterator[None]:
         """A worker that refused inside, or was fenced, needs everything next time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from concurrent.futures import Executor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -103,7 +103,7 @@ class RefitSender:
         self._behind: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_CATCH_UPS_AT_ONCE)
         self._wake = asyncio.Event()
-        self._publishing = False
+        self._publishing = self._resting = False
         self._watch = Watch(self._delivery, self._before, self._restore)
 
     @staticmethod
@@ -329,6 +329,17 @@ class RefitSender:
         sparse = release.takes_step(parent) and await self._delivery.takes_sparse(worker)
         return release.on_top_of(parent, sparse=sparse)
 
+    def rest(self) -> None:
+        """The workers' engines sleep while the trainer has their devices: nobody is brought up until `go_on`."""
+        self._resting = True
+
+    def go_on(self, bare: Collection[str]) -> None:
+        """Workers can take weights again; those in `bare` (ids) dropped theirs and need everything."""
+        for worker in bare:
+            self._delivery.lost_weights(worker)
+        self._resting = False
+        self._wake.set()
+
     async def keep_up(self) -> None:
         """Watch the fleet and bring each worker that is not at the current version there. Runs until cancelled."""
         pause = _FIRST_PAUSE_S
@@ -348,7 +359,7 @@ class RefitSender:
 
     async def _look(self, view: FleetView) -> None:
         release = self._newest()
-        if release is None:
+        if release is None or self._resting:
             return
         target = view.target_version
         if (

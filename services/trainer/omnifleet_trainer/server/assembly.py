@@ -34,12 +34,15 @@ from omnifleet_trainer.loop.rollouts import Rollouts
 from omnifleet_trainer.loop.samplers import SAMPLERS
 from omnifleet_trainer.loop.signal import SignalFilter
 from omnifleet_trainer.loop.start import Start
+from omnifleet_trainer.loop.turns import Apart, Turns
 from omnifleet_trainer.loop.weights import Weights
 from omnifleet_trainer.objectives.rewards import reachable
 from omnifleet_trainer.refit.open import open_guard, open_sender
+from omnifleet_trainer.refit.sender import RefitSender
 from omnifleet_trainer.rendering import ChatTemplate, Renderer, load_template
 from omnifleet_trainer.server.checkpoints import Checkpoints
 from omnifleet_trainer.server.refits import FleetRefits
+from omnifleet_trainer.server.turns import SharedDevices
 from omnifleet_trainer.sinks.build import open_sinks
 from omnifleet_trainer.sinks.feeding import feeding
 
@@ -85,7 +88,7 @@ class Served:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """What can be known before anything is opened or waited for. Raises MODEL_MISSING, INVALID_CONFIG."""
+    """What can be known before anything is opened or waited for. Raises MODEL_MISSING, INVALID_CONFIG, UNSUPPORTED."""
     model = Path(recipe.model.path)
     if not model.is_dir():
         raise OmnifleetError(
@@ -136,8 +139,11 @@ async def assembled(
                 max_lag=max(trainer.max_staleness, trainer.refit_every),
             )
         )
+        turns = await stack.enter_async_context(_turns(recipe, addresses, secret, sender, counters))
         weights = await _open_weights(recipe, model, run_dir, start)
         stack.callback(weights.close)
+        if isinstance(turns, SharedDevices):
+            turns.give(weights)
         sender.guard = open_guard(recipe.refit, secret, lambda batch: _canary(weights, batch))
 
         served = Served(WeightVersion(name, start.lineage, start.step))
@@ -236,6 +242,7 @@ async def assembled(
             serving=served.set,
             checkpoint=checkpoints.write,
             checkpoint_beside=checkpoints.begin,
+            turns=turns,
             media_counters=MediaCounters(media).read,
         )
         counters.gauge("step", lambda: float(weights.step))
@@ -259,6 +266,28 @@ class MediaCounters:
         except (OmnifleetError, TimeoutError) as error:
             log.warning("no counters of the media service: %s", error)
             return {}
+
+
+@asynccontextmanager
+async def _turns(
+    recipe: Recipe, addresses: Addresses, secret: str, sender: RefitSender, counters: Counters
+) -> AsyncIterator[Turns]:
+    """With shared devices the engines are up and asleep when this returns: the policy may be opened."""
+    level, trainer = recipe.rollout.sleep_level, recipe.trainer
+    if level is None:
+        yield Apart()
+        return
+    async with SharedDevices.open(
+        addresses.gateway,
+        secret,
+        sender,
+        counters,
+        level=level,
+        timeout_s=trainer.turn_timeout_s,
+        pool=recipe.rollout.pool,
+    ) as turns:
+        await turns.begin(recipe.rollout.workers, timeout_s=trainer.step_timeout_s)
+        yield turns
 
 
 async def _open_weights(recipe: Recipe, model: Path, run_dir: Path, start: Start) -> Weights:
