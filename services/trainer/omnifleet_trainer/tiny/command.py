@@ -68,21 +68,37 @@ def make_tiny_model(out: Path, *, seed: int = 0, warm: bool = True, family: str 
     from omnifleet_trainer.compat.quiet import quiet_libraries
 
     quiet_libraries()
-    from omnifleet_trainer.tiny.checkpoint import write_checkpoint
-    from omnifleet_trainer.tiny.families import known_family
     from omnifleet_trainer.tiny.warmstart import warm_start
 
     logging.disable_progress_bar()  # "loading weights", thrice, for three megabytes
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         made = Path(scratch) / "model"
-        write_checkpoint(made, seed=seed, family=known_family(family, warm=warm))
+        _write_random(made, seed=seed, family=family, warm=warm)
         if warm:
             report = warm_start(made, seed=seed)
             (made / "warmstart.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
         if out.exists():
             shutil.rmtree(out)
         made.rename(out)
+
+
+def _write_random(out: Path, *, seed: int, family: str, warm: bool) -> None:
+    """A random checkpoint of the family. The two that no lesson exists for have modules of their own."""
+    from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+    from omnifleet_trainer.tiny.families import known_family
+    from omnifleet_trainer.tiny.hybrid import MIXED, write_hybrid
+    from omnifleet_trainer.tiny.mixture import write_mixture
+
+    match family:
+        case "nemotron_omni" if not warm:
+            write_hybrid(out, seed=seed)
+        case "nemotron_omni_moe" if not warm:
+            write_hybrid(out, seed=seed, pattern=MIXED)
+        case "qwen3_vl_moe" if not warm:
+            write_mixture(out, seed=seed)
+        case _:
+            write_checkpoint(out, seed=seed, family=known_family(family, warm=warm))
 
 
 def tiny_model(
@@ -92,7 +108,10 @@ def tiny_model(
         bool, typer.Option(help="Run the supervised phase; without it the weights are random.")
     ] = True,
     family: Annotated[
-        str, typer.Option(help="qwen2_vl or qwen2_5_vl; qwen3_vl without a warm start.")
+        str,
+        typer.Option(
+            help="qwen2_vl or qwen2_5_vl; without a warm start qwen3_vl, qwen3_vl_moe, nemotron_omni, nemotron_omni_moe too."
+        ),
     ] = "qwen2_vl",
 ) -> None:
     """Make the tiny vision-language model of the CPU demo (3 MB) and print its folder.
