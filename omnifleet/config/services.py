@@ -301,8 +301,8 @@ class EngineConfig(StrictModel):
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; default: all."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """More of vLLM's engine arguments, by its names (`mamba_ssm_cache_dtype`, `attention_backend`, ...); an engine that does not
-    know one does not start."""
+    """More of vLLM's engine arguments, by its names (`mamba_ssm_cache_dtype`, `attention_backend`, ...); null: its default. An
+    engine that does not know one does not start."""
 
     @field_validator("arguments")
     @classmethod

@@ -125,7 +125,7 @@ def _asked(arguments: Mapping[str, Any], engine_args: Any, *, cpu: bool) -> dict
                 + (f"; near it: {', '.join(near)}" if near else ""),
                 knob=f"rollout.engine.arguments.{name}",
             )
-    return {"skip_mm_profiling": cpu, **arguments}
+    return {"skip_mm_profiling": cpu, **{name: v for name, v in arguments.items() if v is not None}}
 
 
 def _stat_logger(on_stats: Callable[[int, int, float], None]) -> Any:
