@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from omnifleet.config.base import StrictModel
 from omnifleet.config.metrics import MetricsConfig
 from omnifleet.config.objective import ObjectiveConfig as ObjectiveConfig
+from omnifleet.config.parallel import ParallelConfig
 from omnifleet.config.services import (
     EnvironmentsConfig,
     GatewayConfig,
@@ -220,8 +221,7 @@ class TrainerConfig(StrictModel):
     """HTTP address: health and metrics."""
     backend: Literal["automodel", "megatron", "fake"] = "automodel"
     """Library that updates the policy; `fake` computes nothing, for tests of everything around it."""
-    world_size: int = Field(1, ge=1)
-    """Ranks of the policy."""
+    parallel: ParallelConfig = ParallelConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser are float32."""
     threads: int | None = Field(None, ge=1)
@@ -289,6 +289,12 @@ class TrainerConfig(StrictModel):
             raise ValueError(
                 f"batch_samples {self.batch_samples} does not divide prompts_per_step x generations_per_prompt = {samples}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _backend_has_the_ranks(self) -> TrainerConfig:
+        if (refused := self.parallel.refused(self.backend)) is not None:
+            raise ValueError(f"parallel.{refused[0]}: {refused[1]}")
         return self
 
     @model_validator(mode="after")

@@ -265,7 +265,6 @@ def test_what_this_backend_cannot_do_is_refused_before_anything_is_loaded(
     source: Path, tmp_path: Path
 ) -> None:
     for knob, changes in (
-        ("trainer.world_size", {"world_size": 2}),
         ("trainer.dtype", {"dtype": "bfloat16"}),
         ("trainer.logprob_chunk", {"logprob_chunk": 8}),
     ):

@@ -43,26 +43,6 @@ def test_micro_batches_do_not_change_the_update(name: str) -> None:
     torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "normalised", "kl_k3"])
-def test_shards_add_up_to_the_whole(name: str) -> None:
-    """Two ranks, each with half of the samples and the counts of both: their gradients sum to that of one rank."""
-    objective = ObjectiveConfig(**OBJECTIVES[name])
-    batch = batch_of(2, 4, objective, policy=Bigrams())
-    whole = gradient(batch, objective)
-    counted: list[list[float]] = []
-
-    def count(values: Any) -> Any:
-        counted.append(list(values))
-        return values
-
-    shards = [StepBatch(batch.samples[rank::2], 1) for rank in range(2)]
-    for shard in shards:
-        Bigrams().train(shard, objective, total=count)
-    total = np.sum(counted, axis=0).tolist()
-    parts = [gradient(shard, objective, total=lambda values: total) for shard in shards]
-    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-6, atol=1e-9)
-
-
 def test_grp_02_equal_rewards_move_nothing() -> None:
     objective = ObjectiveConfig()
     batch = StepBatch([sample(f"{i}", "g", 0.95, [i, i + 1, 3]) for i in range(8)], 1)

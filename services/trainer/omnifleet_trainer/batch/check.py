@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from omnifleet.address import token_digest
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 
 
-def check_batch(batch: StepBatch) -> None:
-    """Check every sample, and that every media segment is there. Raises OmnifleetError; nothing is changed."""
-    for sample in batch.samples:
+def check_batch(batch: StepBatch, rows: Iterable[int] | None = None) -> None:
+    """Check every sample (or `rows`), and that every media segment is there. Raises OmnifleetError; nothing is changed."""
+    for row in range(len(batch.samples)) if rows is None else rows:
+        sample = batch.samples[row]
         check_sample(sample)
         for key in sample.segment_keys:
             if key not in batch.segments:

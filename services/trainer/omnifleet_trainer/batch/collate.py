@@ -107,6 +107,29 @@ def collate(
     return [_micro_batch(batch, cut, contract, multiple, advantage_clip) for cut in cuts]
 
 
+def idle(device: torch.device) -> MicroBatch:
+    """A micro-batch of nothing: two tokens of no sample, none of which trains. Keeps a rank in step with the others."""
+    whole = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    real = torch.zeros((1, 2), device=device)
+    return MicroBatch(
+        rows=(),
+        input_ids=whole,
+        attention_mask=torch.ones_like(whole),
+        token_types=whole,
+        token_mask=real,
+        generation_logprobs=real,
+        advantages=real,
+        lag=whole,
+        sample_mask=real[0, :1],
+        truncated=torch.zeros(1, dtype=torch.bool, device=device),
+        prompt_lengths=(1,),
+        lengths=(2,),
+        first=1,
+        media=(),
+        grids=torch.zeros((0, 3), dtype=torch.int64, device=device),
+    )
+
+
 def is_clip(segment: Segment) -> bool:
     """Whether a segment holds a clip, not a picture."""
     return "video_grid_thw" in segment

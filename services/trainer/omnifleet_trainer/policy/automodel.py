@@ -1,7 +1,7 @@
-"""The policy on nemo-automodel: one rank, float32 master weights, AdamW.
+"""The policy on nemo-automodel: float32 master weights, AdamW; on several ranks spread over them by FSDP2.
 
-At world size 1 AutoModel leaves FSDP2 out, and with it the mixed-precision policy: bfloat16 compute is autocast here.
-The model stays in eval mode throughout, so that no dropout separates the logprobs of two passes.
+At world size 1 AutoModel leaves FSDP2 out, and with it the mixed-precision policy: bfloat16 compute is autocast here,
+on any number of ranks. The model stays in eval mode throughout, so that no dropout separates the logprobs of two passes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from omnifleet.config.recipe import ObjectiveConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
@@ -24,23 +25,27 @@ from omnifleet_trainer.objectives.logprobs import hidden_logprobs
 from omnifleet_trainer.policy.families.qwen import family_of
 from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import read_folder
-from omnifleet_trainer.policy.head import plain_head
+from omnifleet_trainer.policy.group import ALONE, Place, start_group
+from omnifleet_trainer.policy.head import PlainHead, plain_head
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_names
-from omnifleet_trainer.policy.onerank import OneRankPolicy, start_group
 from omnifleet_trainer.policy.optimizer import Optimizer
+from omnifleet_trainer.policy.peers import Peers
+from omnifleet_trainer.policy.rank import RankPolicy
 from omnifleet_trainer.policy.replay import Routers
+from omnifleet_trainer.policy.sharded import enter, make_enterable
+from omnifleet_trainer.policy.shards import own, spread, whole
 from omnifleet_trainer.policy.vision import Vision
 
 _ENCODER = ("model.visual.", "visual.")
 
 
-class AutoModelPolicy(OneRankPolicy):
+class AutoModelPolicy(RankPolicy):
     """`Policy` over a Hugging Face checkpoint folder.
 
     temperature: the one that generation logprobs were taken at (1 for raw ones). freeze: glob patterns over
-    checkpoint names. Raises OmnifleetError(INVALID_CONFIG, UNSUPPORTED, MODEL_MISSING) before anything is loaded
-    where it can.
+    checkpoint names. place, store: of a rank of a world, see `start_group`. Raises OmnifleetError(INVALID_CONFIG,
+    UNSUPPORTED, MODEL_MISSING) before anything is loaded where it can.
     """
 
     def __init__(
@@ -54,17 +59,27 @@ class AutoModelPolicy(OneRankPolicy):
         seed: int = 0,
         feature_cache_bytes: int = 1 << 30,
         on_mismatch: OnMismatch | None = None,
+        place: Place = ALONE,
+        store: Store | None = None,
     ) -> None:
         super().__init__(
-            source, trainer=trainer, objective=objective, temperature=temperature, on_mismatch=on_mismatch
+            source,
+            trainer=trainer,
+            objective=objective,
+            temperature=temperature,
+            on_mismatch=on_mismatch,
+            place=place,
         )
         shapes = checkpoint_shapes(source)
         frozen = matching(shapes, freeze)
         if trainer.threads is not None:
             torch.set_num_threads(trainer.threads)
         torch.manual_seed(seed)
-        self._owns_group = start_group()
-        self._model, self._mesh = _build(source)
+        self._owns_group = start_group(place, store)
+        self._peers = Peers(index=place.rank, size=place.world)
+        self._model, self._mesh = _build(source, trainer)
+        if place.world > 1:
+            make_enterable(self._model)
         self._names = source_names(self._model, shapes)
         parameters = dict(self._model.named_parameters())
         for name, parameter in parameters.items():
@@ -74,9 +89,14 @@ class AutoModelPolicy(OneRankPolicy):
         self._optimizer = Optimizer(trainable, trainer.optimizer)
         self.encoder_trains = any(p.requires_grad for name, p in parameters.items() if _is_encoder(name))
         self._family = family_of(self._model)
-        self._vision = Vision(self._family, frozen=not self.encoder_trains, cache_bytes=feature_cache_bytes)
+        self._vision = Vision(
+            self._family,
+            frozen=not self.encoder_trains,
+            cache_bytes=feature_cache_bytes,
+            anywhere=self._peers.any if place.world > 1 else None,
+        )
         self._chunk = trainer.logprob_chunk or 0
-        self._head = plain_head(self._model) if self._chunk else None
+        self._head = enter(self._model, lambda: plain_head(self._model)) if self._chunk else None
         self._flops = FlopsModel.of(self._model, _ENCODER)
         self._routers = Routers(self._model)
         self._remember_reference()
@@ -94,19 +114,23 @@ class AutoModelPolicy(OneRankPolicy):
             "device": str(self._device),
             "dtype": self._trainer.dtype,
             "model": type(self._model).__name__,
+            "ranks": str(self._place.world),
             "parameters": str(sum(p.numel() for p in self._model.parameters())),
             "trainable_parameters": str(sum(p.numel() for p in self._trainable.values())),
             "encoder_trains": str(self.encoder_trains).lower(),
         }
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Policy`; the dtype is `trainer.dtype`."""
+        """See `Policy`; the dtype is `trainer.dtype`. Of spread weights one is whole at a time, on every rank."""
         dtype = getattr(torch, self._trainer.dtype)
         for name, tensor in self._state():
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def load(self, folder: Path) -> None:
         """See `Policy`."""
+        self._peers.together(lambda: self._load(folder))
+
+    def _load(self, folder: Path) -> None:
         state = {
             self._names[name]: tensor
             for name, tensor in self._model.state_dict().items()
@@ -119,7 +143,7 @@ class AutoModelPolicy(OneRankPolicy):
             )
         with torch.no_grad():
             for name, tensor in read_folder(folder / "policy"):
-                state[name].copy_(tensor)
+                own(state[name]).copy_(own(spread(tensor, state[name])))
         self._optimizer.load(folder / "optimizer")
         self._vision.clear()
 
@@ -148,18 +172,24 @@ class AutoModelPolicy(OneRankPolicy):
             with autocast, self._routers.replaying(micro):
                 arguments = self._vision.arguments(micro, batch.segments)
                 if self._head is not None:
-                    hidden = self._family.body(**arguments, use_cache=False).last_hidden_state
-                    return hidden_logprobs(
-                        hidden[:, micro.first - 1 : -1],
-                        self._head.weight,
-                        micro.input_ids[:, micro.first :],
-                        chunk=self._chunk,
-                        **self._softmax(micro),
-                    )
+                    return self._chunked(self._head, arguments, micro)
                 logits = self._family.logits(arguments, wanted)
             return self._response(micro, logits)
 
-        return forward
+        return lambda micro: enter(self._model, lambda: forward(micro))
+
+    def _chunked(self, head: PlainHead, arguments: dict[str, Any], micro: MicroBatch) -> Tensor:
+        hidden = self._family.body(**arguments, use_cache=False).last_hidden_state
+        return enter(
+            head.module,
+            lambda: hidden_logprobs(
+                hidden[:, micro.first - 1 : -1],
+                head.weight,
+                micro.input_ids[:, micro.first :],
+                chunk=self._chunk,
+                **self._softmax(micro),
+            ),
+        )
 
     def _update(self) -> float:
         from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
@@ -181,7 +211,7 @@ class AutoModelPolicy(OneRankPolicy):
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._model.state_dict().items():
             if name in self._names:
-                yield self._names[name], tensor.detach()
+                yield self._names[name], whole(tensor.detach())
 
     def _move(self, device: torch.device) -> None:
         self._model.to(device)
@@ -193,13 +223,20 @@ def _is_encoder(name: str) -> bool:
     return name.startswith(_ENCODER)
 
 
-def _build(source: Path) -> tuple[Any, Any]:
+def _build(source: Path, trainer: TrainerConfig) -> tuple[Any, Any]:
     compat.install()
     from nemo_automodel import NeMoAutoModelForImageTextToText
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    setup = DistributedSetup.build(strategy=FSDP2Config(), parallelism_sizes=ParallelismSizes())
+    # AutoModel's own default computes in bfloat16 whatever is asked for.
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    setup = DistributedSetup.build(
+        strategy=FSDP2Config(mp_policy=precision), parallelism_sizes=ParallelismSizes()
+    )
     model = NeMoAutoModelForImageTextToText.from_pretrained(
         str(source),
         dtype=torch.float32,

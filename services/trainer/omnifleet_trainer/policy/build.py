@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from omnifleet.config.recipe import Recipe
-from omnifleet.types import LogprobsMode
 from omnifleet_trainer.policy.port import Policy
 
 
 def open_policy(recipe: Recipe, source: Path, *, run_dir: Path | None = None) -> Policy:
     """The policy that `recipe.trainer.backend` names, over the checkpoint folder `source`. Close it when done.
 
-    The trainer divides its logits by sampling.temperature where the rollout's logprobs are processed, and by 1 where
-    they are raw: both sides then speak of one distribution. run_dir: plots of mismatches go into it, None = no plots.
-    Raises OmnifleetError (see `AutoModelPolicy`, `MegatronPolicy`).
+    More ranks than one (`trainer.parallel`) run in processes that are started here and end with this one.
+    run_dir: plots of mismatches go into it, None = no plots. Raises OmnifleetError (see `AutoModelPolicy`,
+    `MegatronPolicy`, `WorldPolicy`).
     """
-    match recipe.trainer.backend:
-        case "fake":
-            from omnifleet_trainer.policy.fake import FakePolicy
+    if recipe.trainer.backend == "fake":
+        from omnifleet_trainer.policy.fake import FakePolicy
 
-            return FakePolicy(Path(recipe.model.path))
-        case "automodel":
-            from omnifleet_trainer.policy.automodel import AutoModelPolicy
-
-            return AutoModelPolicy(source, **_settings(recipe, run_dir))
-        case "megatron":
-            from omnifleet_trainer.policy.megatron import MegatronPolicy
-
-            return MegatronPolicy(source, **_settings(recipe, run_dir))
-
-
-def _settings(recipe: Recipe, run_dir: Path | None) -> dict[str, Any]:
-    """What the backends that compute take alike."""
+        return FakePolicy(Path(recipe.model.path))
+    from omnifleet_trainer.policy.group import ALONE
+    from omnifleet_trainer.policy.job import Job, open_rank
     from omnifleet_trainer.policy.mismatch import MismatchPlots
+    from omnifleet_trainer.policy.world import WorldPolicy
 
-    processed = recipe.rollout.logprobs_mode is LogprobsMode.PROCESSED
-    return {
-        "trainer": recipe.trainer,
-        "objective": recipe.objective,
-        "temperature": recipe.sampling.temperature if processed else 1.0,
-        "freeze": recipe.model.freeze,
-        "seed": recipe.run.seed,
-        "on_mismatch": None if run_dir is None else MismatchPlots(run_dir / "mismatch"),
-    }
+    job = Job.of(recipe, source)
+    plots = None if run_dir is None else MismatchPlots(run_dir / "mismatch")
+    if recipe.trainer.parallel.world == 1:
+        return open_rank(job, ALONE, on_mismatch=plots)
+    return WorldPolicy(job, on_mismatch=plots)

@@ -15,6 +15,7 @@ from torch import Tensor
 from omnifleet_trainer.policy.names import checkpoint_files
 
 SHARD_BYTES = 4 << 30
+_PART = "part-"
 _KEPT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py")
 
 
@@ -23,11 +24,25 @@ def write_folder(
 ) -> None:
     """Write safetensors shards of at most `shard_bytes` (one tensor at least), and copy config, tokenizer and
     processor files from `source`."""
+    write_shards(folder, tensors, shard_bytes=shard_bytes)
+    finish_folder(folder, source)
+
+
+def write_shards(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], *, rank: int = 0, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """What one rank writes of a folder; `finish_folder` makes it whole once every rank has."""
     folder.mkdir(parents=True, exist_ok=True)
+    for _ in _written(folder, tensors, f"{_PART}{rank:05d}", shard_bytes):
+        pass
+
+
+def finish_folder(folder: Path, source: Path) -> None:
+    """Name the shards that ranks have written, write their index, copy config, tokenizer and processor files."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _KEPT_SUFFIXES and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-    shards = [folder / f"shard-{i}.safetensors" for i, _ in enumerate(_written(folder, tensors, shard_bytes))]
+    shards = sorted(folder.glob(f"{_PART}*.safetensors"))
     if len(shards) == 1:
         shards[0].rename(folder / "model.safetensors")
         return
@@ -50,16 +65,19 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, stored.get_tensor(name)
 
 
-def _written(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[int]:
+def _written(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], stem: str, shard_bytes: int
+) -> Iterator[int]:
     """Write shard after shard as the tensors come; yields each shard's size."""
     shard: dict[str, Tensor] = {}
     size = index = 0
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > shard_bytes:
-            save_file(shard, folder / f"shard-{index}.safetensors", metadata={"format": "pt"})
+            save_file(shard, folder / f"{stem}-{index:05d}.safetensors", metadata={"format": "pt"})
             yield size
             shard, size, index = {}, 0, index + 1
         shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         size += tensor.nbytes
-    save_file(shard, folder / f"shard-{index}.safetensors", metadata={"format": "pt"})
-    yield size
+    if shard:
+        save_file(shard, folder / f"{stem}-{index:05d}.safetensors", metadata={"format": "pt"})
+        yield size

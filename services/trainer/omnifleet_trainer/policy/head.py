@@ -7,16 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_trainer.policy.sharded import enter, make_enterable, plain_forward
 
 
 @dataclass(frozen=True, slots=True)
 class PlainHead:
-    """body: the model without its head; its forward gives last_hidden_state. weight: of the head, [V, H]."""
+    """body: the model without its head; its forward gives last_hidden_state. module: the head."""
 
     body: Any
-    weight: Tensor
+    module: Any
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H]; of a head that is spread over ranks, only inside `enter(head.module, ...)`."""
+        weight: Tensor = self.module.weight
+        return weight
 
 
 def plain_head(model: Any) -> PlainHead:
@@ -27,13 +35,16 @@ def plain_head(model: Any) -> PlainHead:
     body, head = getattr(model, "model", None), model.get_output_embeddings()
     if body is None or head is None or getattr(head, "bias", None) is not None:
         raise _refused(model, "has no head of its own that is a matrix alone")
-    ids = torch.arange(4, device=head.weight.device)[None]
+    ids = torch.arange(4, device=next(head.parameters()).device)[None]
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-        product = body(input_ids=ids, use_cache=False).last_hidden_state @ head.weight.T
+        logits = plain_forward(model, input_ids=ids, use_cache=False).logits
+        hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+        if isinstance(head, FSDPModule):  # its weights are gathered in its own forward only
+            make_enterable(head)
+        product = enter(head, lambda: hidden @ head.weight.T)
     if not torch.allclose(logits, product, rtol=1e-4, atol=1e-5):
         raise _refused(model, "does more than a matrix product in its head")
-    return PlainHead(body, head.weight)
+    return PlainHead(body, head)
 
 
 def _refused(model: Any, what: str) -> OmnifleetError:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from omnifleet.config.recipe import ObjectiveConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
@@ -27,15 +28,16 @@ from omnifleet_trainer.compat import megatron as compat
 from omnifleet_trainer.policy.families.megatron import MEGATRON_FAMILIES
 from omnifleet_trainer.policy.families.qwen import unknown_family
 from omnifleet_trainer.policy.flops import FlopsModel
+from omnifleet_trainer.policy.group import ALONE, Place, start_group
 from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching
-from omnifleet_trainer.policy.onerank import OneRankPolicy, start_group
+from omnifleet_trainer.policy.rank import RankPolicy
 from omnifleet_trainer.policy.vision import Vision
 
 
-class MegatronPolicy(OneRankPolicy):
+class MegatronPolicy(RankPolicy):
     """`Policy` over a Hugging Face checkpoint folder. Arguments and errors as `AutoModelPolicy`.
 
     Besides, OmnifleetError(UNSUPPORTED) for a dtype, chunk or family that this backend does not have, before anything
@@ -55,9 +57,16 @@ class MegatronPolicy(OneRankPolicy):
         seed: int = 0,
         feature_cache_bytes: int = 1 << 30,
         on_mismatch: OnMismatch | None = None,
+        place: Place = ALONE,
+        store: Store | None = None,
     ) -> None:
         super().__init__(
-            source, trainer=trainer, objective=objective, temperature=temperature, on_mismatch=on_mismatch
+            source,
+            trainer=trainer,
+            objective=objective,
+            temperature=temperature,
+            on_mismatch=on_mismatch,
+            place=place,
         )
         _refuse(trainer)
         self._shapes = checkpoint_shapes(source)
@@ -66,7 +75,7 @@ class MegatronPolicy(OneRankPolicy):
         if trainer.threads is not None:
             torch.set_num_threads(trainer.threads)
         torch.manual_seed(seed)
-        self._owns_group, self._open_groups = start_group(), True
+        self._owns_group, self._open_groups = start_group(place, store), True
         try:
             self._open(source, family, frozen, feature_cache_bytes)
         except BaseException:

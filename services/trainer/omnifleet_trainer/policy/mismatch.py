@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,12 @@ class Mismatch:
     error: float
     generation: npt.NDArray[np.float64]
     policy: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Mismatch:
+        """From the same fields as JSON."""
+        sides = {name: np.asarray(body[name], np.float64) for name in ("generation", "policy")}
+        return cls(row=body["row"], error=body["error"], **sides)
 
 
 OnMismatch = Callable[[int, TrainingSample, Mismatch], None]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
 from omnifleet.config.recipe import OptimizerConfig
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_trainer.policy.shards import Kept, spread
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -59,30 +61,26 @@ class Optimizer:
         """Drop gradients."""
         self._adam.zero_grad(set_to_none=True)
 
-    def snapshot(self) -> Callable[[Path], None]:
-        """Copy the state to host memory; the result writes moments.safetensors and optimizer.json, on any thread."""
+    def snapshot(self, kept: Kept | None = None) -> Callable[[Path], None]:
+        """Copy the state to host memory; the result writes it, on any thread: moments.safetensors and optimizer.json.
+
+        kept: which of the moments this rank copies, into a file of its own; default: all.
+        """
+        kept = kept or Kept()
         tensors: dict[str, Tensor] = {}
         updates: dict[str, float] = {}
         for name, weight in self._weights.items():
             if state := self._adam.state.get(weight):
-                tensors |= {
-                    f"{moment}/{name}": state[moment].detach().to("cpu", copy=True).contiguous()
-                    for moment in _MOMENTS
-                }
+                for moment in _MOMENTS:
+                    if (copy := kept(state[moment])) is not None:
+                        tensors[f"{moment}/{name}"] = copy
                 updates[name] = float(state["step"])
         body = json.dumps({"kind": "adamw", "steps": self.steps, "updates": updates}, sort_keys=True)
-
-        def write(folder: Path) -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / "moments.safetensors")
-            (folder / "optimizer.json").write_text(body)
-
-        return write
+        return lambda folder: write_moments(folder, tensors, body, kept)
 
     def load(self, folder: Path) -> None:
-        """Restore what `snapshot` wrote. Raises OmnifleetError(CORRUPT) if it is of other weights."""
+        """Restore what `snapshot` wrote, on however many ranks. Raises OmnifleetError(CORRUPT) if it is of other weights."""
         body = json.loads((folder / "optimizer.json").read_text())
-        tensors = load_file(folder / "moments.safetensors")
         unknown = sorted(set(body["updates"]) - set(self._weights))
         if unknown:
             raise OmnifleetError(
@@ -92,13 +90,14 @@ class Optimizer:
             )
         self._adam.state.clear()
         for name, updates in body["updates"].items():
+            self._adam.state[self._weights[name]] = {"step": torch.tensor(updates)}
+        for moment, name, tensor in read_moments(folder):
             weight = self._weights[name]
-            moments = {moment: tensors[f"{moment}/{name}"].to(weight.device) for moment in _MOMENTS}
-            if moments["exp_avg"].shape != weight.shape:
+            if tensor.shape != weight.shape:
                 raise OmnifleetError(
                     Reason.CORRUPT, f"{folder} has optimiser state of another shape for {name}"
                 )
-            self._adam.state[weight] = {"step": torch.tensor(updates), **moments}
+            self._adam.state[weight][moment] = spread(tensor, weight.detach())
         self.steps = int(body["steps"])
 
     def move(self, device: torch.device) -> None:
@@ -106,3 +105,21 @@ class Optimizer:
         for state in self._adam.state.values():
             for moment in _MOMENTS:
                 state[moment] = state[moment].to(device)
+
+
+def write_moments(folder: Path, tensors: dict[str, Tensor], body: str, kept: Kept) -> None:
+    """One rank's moments ("exp_avg/NAME"), and by the first rank what is said of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = "" if kept.world == 1 else f"-{kept.rank:05d}"
+    save_file(tensors, folder / f"moments{own}.safetensors")
+    if kept.rank == 0:
+        (folder / "optimizer.json").write_text(body)
+
+
+def read_moments(folder: Path) -> Iterator[tuple[str, str, Tensor]]:
+    """(moment, weight's name, tensor), one at a time, of however many ranks wrote them."""
+    for path in sorted(folder.glob("moments*.safetensors")):
+        with safe_open(path, "pt") as stored:
+            for key in stored.keys():  # noqa: SIM118
+                moment, _, name = key.partition("/")
+                yield moment, name, stored.get_tensor(key)

@@ -18,6 +18,7 @@ from omnifleet_trainer.objectives.corrections.rejection import accepted
 from omnifleet_trainer.objectives.kl import kl_of_reward
 from omnifleet_trainer.objectives.masks import keep_whole, shifted
 from omnifleet_trainer.objectives.tensors import masked
+from omnifleet_trainer.policy.peers import ALONE, Peers
 
 Forward = Callable[[MicroBatch], Tensor]
 """Micro-batch -> [B, S - first] logprobs of the tokens in columns first.. (temperature applied), with gradient."""
@@ -86,26 +87,25 @@ def look_before(work: Work, objective: ObjectiveConfig, forward: Forward) -> Non
     errors = sequence_errors(generation, work.known(), mask)
     kept = work.keep * within_error(errors, objective.sequence_error_threshold)
     kept = kept * accepted(work.known(), generation, mask, objective.rejection)
-    work.dropped = [
-        row for row, gone in zip(work.micro.rows, (work.keep > kept).tolist(), strict=True) if gone
-    ]
+    gone = (work.keep > kept).tolist()
+    work.dropped = [row for i, row in enumerate(work.micro.rows) if gone[i]]
     work.keep = kept
 
 
-def reassigned(batch: StepBatch, works: Sequence[Work], objective: ObjectiveConfig) -> list[float]:
-    """Advantages of the step's samples: the loop's, or new ones if samples were dropped or the KL belongs to the reward."""
+def reassigned(
+    batch: StepBatch, works: Sequence[Work], objective: ObjectiveConfig, peers: Peers = ALONE
+) -> list[float]:
+    """Advantages of the step's samples: the loop's, or new ones if samples were dropped (by any rank) or the KL belongs
+    to the reward."""
     penalised = objective.kl_in == "reward" and objective.kl_coefficient > 0
-    dropped = {row for work in works for row in work.dropped}
+    own = [row for work in works for row in work.dropped]
+    dropped = {row for rows in peers.gathered(own) for row in rows} if objective.rejects_samples else set()
     if not dropped and not penalised:
         return [sample.advantage for sample in batch.samples]
     kl = [0.0] * len(batch.samples)
     if penalised:
-        for work in works:
-            assert work.reference is not None
-            penalty = masked(
-                kl_of_reward(work.known(), work.reference, objective), work.columns("token_mask")
-            )
-            for row, value in zip(work.micro.rows, penalty.sum(-1).tolist(), strict=True):
+        for pairs in peers.gathered([pair for work in works for pair in _kl_of_samples(work, objective)]):
+            for row, value in pairs:
                 kl[row] = value
     samples = [
         scored(sample, valid=row not in dropped, kl=kl[row]) for row, sample in enumerate(batch.samples)
@@ -118,3 +118,10 @@ def reassigned(batch: StepBatch, works: Sequence[Work], objective: ObjectiveConf
             rows[i, work.micro.prompt_lengths[i] : work.micro.lengths[i]] = torch.as_tensor(values)
         work.advantages = shifted(rows)[:, work.micro.first - 1 :]
     return advantages
+
+
+def _kl_of_samples(work: Work, objective: ObjectiveConfig) -> list[tuple[int, float]]:
+    assert work.reference is not None
+    penalty = masked(kl_of_reward(work.known(), work.reference, objective), work.columns("token_mask"))
+    sums = penalty.sum(-1).tolist()
+    return [(row, sums[i]) for i, row in enumerate(work.micro.rows)]

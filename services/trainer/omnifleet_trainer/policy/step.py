@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +30,12 @@ from omnifleet_trainer.objectives.metrics import (
     token_metrics,
 )
 from omnifleet_trainer.objectives.tensors import Normalisers
-from omnifleet_trainer.policy.mismatch import Mismatch, OnMismatch, report_worst
+from omnifleet_trainer.policy.mismatch import THRESHOLD, Mismatch, OnMismatch, report_worst
 from omnifleet_trainer.policy.passes import Forward, Work, look_before, needs_prev_pass, opened, reassigned
+from omnifleet_trainer.policy.peers import ALONE, Peers
 
 Update = Callable[[], float]
 """Clip the gradients that are there and move the weights; returns the norm before clipping."""
-Total = Callable[[Sequence[float]], Sequence[float]]
-"""Counts of this rank -> counts of all ranks."""
 
 
 def response_logprobs(
@@ -60,7 +60,7 @@ def train_step(
     forward: Forward,
     update: Update,
     reference: Callable[[Sequence[MicroBatch]], list[Tensor]] | None = None,
-    total: Total = list,
+    peers: Peers = ALONE,
     on_mismatch: OnMismatch | None = None,
 ) -> Metrics:
     """Train on `updates`, one optimiser update for each list of micro-batches (on the model's device).
@@ -68,7 +68,8 @@ def train_step(
     prev logprobs come from a pass before the first update, which is left out where `needs_prev_pass` says so. A sample
     that is dropped by what that pass says leaves the baseline of its group too. An update without a trained token, or
     whose gradient is not finite, moves nothing and is counted in `skipped_updates`.
-    total: sums counts over ranks. on_mismatch: told of the sample on which the two engines differ most, if they do.
+    peers: ranks that train other samples of the step, with as many micro-batches in each update; the backend averages
+    their gradients. Metrics are those of all. on_mismatch: told of the sample on which the two engines differ most, if they do.
     """
     works = [[opened(micro, objective) for micro in micros] for micros in updates]
     every = [work for part in works for work in part]
@@ -78,38 +79,42 @@ def train_step(
     if reference is not None:
         for work, logprobs in zip(every, reference([work.micro for work in every]), strict=True):
             work.reference = logprobs
-    advantages = reassigned(batch, every, objective)
+    advantages = reassigned(batch, every, objective, peers)
     parts, skipped = [], 0
     for part in works:
-        metrics, moved = _one_update(part, objective, forward, update, total)
+        metrics, moved = _one_update(part, objective, forward, update, peers)
         parts.append(metrics)
         skipped += not moved
     totals = mean_of_updates(parts)
     totals |= {"updates": float(len(works) - skipped), "skipped_updates": float(skipped)}
-    totals |= _step_metrics(batch, every, advantages)
-    if on_mismatch is not None:
-        report_worst(batch, _mismatches(every), totals.get("token_mult_prob_error", 1.0), on_mismatch)
+    totals |= _step_metrics(batch, every, advantages, peers)
+    error = totals.get("token_mult_prob_error", 1.0)
+    if on_mismatch is not None and error > THRESHOLD:
+        found = [one for part in peers.gathered(_mismatches(every)) for one in part]
+        report_worst(batch, [Mismatch.of(one) for one in found], error, on_mismatch)
     return totals
 
 
 def _one_update(
-    works: Sequence[Work], objective: ObjectiveConfig, forward: Forward, update: Update, total: Total
+    works: Sequence[Work], objective: ObjectiveConfig, forward: Forward, update: Update, peers: Peers
 ) -> tuple[Metrics, bool]:
     masks = [work.mask() for work in works]
-    normalisers = _normalisers(works, masks, objective, total)
+    normalisers = _normalisers(works, masks, objective, peers)
     counts = {"global_valid_toks": normalisers.tokens, "global_valid_seqs": normalisers.sequences}
     if normalisers.tokens == 0:
         return counts | {"grad_norm": 0.0}, False
     parts = []
     for work, mask in zip(works, masks, strict=True):
-        if mask.any():
-            parts.append(_backward(work, mask, normalisers, objective, forward))
+        if peers.any(bool(mask.any())):
+            parts.append(_backward(work, mask, normalisers, objective, forward, peers.size))
     norm = update()
-    return fold(parts) | counts | {"grad_norm": norm if math.isfinite(norm) else 0.0}, math.isfinite(norm)
+    return fold(peers.gathered(fold(parts))) | counts | {
+        "grad_norm": norm if math.isfinite(norm) else 0.0
+    }, math.isfinite(norm)
 
 
 def _normalisers(
-    works: Sequence[Work], masks: Sequence[Tensor], objective: ObjectiveConfig, total: Total
+    works: Sequence[Work], masks: Sequence[Tensor], objective: ObjectiveConfig, peers: Peers
 ) -> Normalisers:
     """Counts of the whole update, over all ranks, before any of it is trained."""
     tokens = float(sum(mask.sum() for mask in masks))
@@ -122,13 +127,19 @@ def _normalisers(
             ).values
             part, count = weight_sums(values, mask, objective)
             weights, weighed = weights + part, weighed + count
-    tokens, sequences, weights, weighed = total([tokens, sequences, weights, weighed])
+    tokens, sequences, weights, weighed = peers.total([tokens, sequences, weights, weighed])
     return Normalisers(tokens, sequences, weights / weighed if weights > 0 else 1.0)
 
 
 def _backward(
-    work: Work, mask: Tensor, normalisers: Normalisers, objective: ObjectiveConfig, forward: Forward
+    work: Work,
+    mask: Tensor,
+    normalisers: Normalisers,
+    objective: ObjectiveConfig,
+    forward: Forward,
+    ranks: int,
 ) -> Metrics:
+    """ranks: whose gradients are averaged afterwards, so that they must add up to `ranks` times the gradient."""
     current = forward(work.micro)
     if work.prev is None:
         work.prev = current.detach()
@@ -145,7 +156,7 @@ def _backward(
         objective=objective,
         reference=work.reference,
     )
-    loss.value.backward()  # type: ignore[no-untyped-call]
+    (loss.value * ranks).backward()  # type: ignore[no-untyped-call]
     return token_metrics(
         current=current,
         prev=work.prev,
@@ -157,29 +168,33 @@ def _backward(
     )
 
 
-def _step_metrics(batch: StepBatch, works: Sequence[Work], advantages: Sequence[float]) -> Metrics:
+def _step_metrics(
+    batch: StepBatch, works: Sequence[Work], advantages: Sequence[float], peers: Peers
+) -> Metrics:
     """What only the whole step knows. masked_token_share, masked_sample_share: of the replies, what did not train."""
     seen = [(work, work.mask()) for work in works if work.prev is not None]
     after = [error for work, _ in seen for error in work.current_errors()]
     before = [error for work in works for error in work.errors]
     rewards = [batch.samples[row].reward for work in works for row in work.dropped]
+    parts = peers.gathered([before, after, rewards])
+    before, after, rewards = ([value for part in parts for value in part[i]] for i in range(3))
     gaps = [(work.known() - work.columns("generation_logprobs")).abs()[mask > 0] for work, mask in seen]
-    lags = [lag for work in works for lag in work.columns("lag")[work.mask() > 0].tolist()]
+    gap = peers.joined(torch.cat(gaps).float().cpu().numpy() if gaps else np.zeros(0, np.float32))
+    lags = [work.columns("lag")[work.mask() > 0].float().cpu().numpy() for work in works]
+    lag = peers.joined(np.concatenate(lags) if lags else np.zeros(0, np.float32)).astype(int).tolist()
+    (trained,) = peers.total([sum(int((work.mask().sum(-1) > 0).sum()) for work in works)])
     tokens = sum(len(sample.token_ids) for sample in batch.samples)
-    trained = sum(int((work.mask().sum(-1) > 0).sum()) for work in works)
-    metrics = sequence_error_metrics(before, after, rewards) | lag_metrics(lags)
-    if gaps:
-        metrics |= gap_metrics(torch.cat(gaps).float().cpu().numpy())
+    metrics = sequence_error_metrics(before, after, rewards) | lag_metrics(lag) | gap_metrics(gap)
     if tokens:
-        metrics["masked_token_share"] = 1 - len(lags) / tokens
+        metrics["masked_token_share"] = 1 - len(lag) / tokens
         metrics["masked_sample_share"] = 1 - trained / len(batch.samples)
         metrics["advantages/mean"] = math.fsum(advantages) / len(advantages)
         metrics["advantages/max"], metrics["advantages/min"] = max(advantages), min(advantages)
     return metrics
 
 
-def _mismatches(works: Sequence[Work]) -> list[Mismatch]:
-    """The worst sample of each micro-batch."""
+def _mismatches(works: Sequence[Work]) -> list[dict[str, Any]]:
+    """The worst sample of each micro-batch, as JSON; see `Mismatch`."""
     found = []
     for work in works:
         mask = work.mask()
@@ -190,11 +205,11 @@ def _mismatches(works: Sequence[Work]) -> list[Mismatch]:
         i = int(errors.argmax())
         kept = mask[i] > 0
         found.append(
-            Mismatch(
-                row=work.micro.rows[i],
-                error=float(errors[i]),
-                generation=generation[i][kept].double().exp().cpu().numpy(),
-                policy=work.prev[i][kept].double().exp().cpu().numpy(),
-            )
+            {
+                "row": work.micro.rows[i],
+                "error": float(errors[i]),
+                "generation": generation[i][kept].double().exp().tolist(),
+                "policy": work.prev[i][kept].double().exp().tolist(),
+            }
         )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,26 +52,56 @@ class Vision:
     cache_bytes: bound of cached features; used only while `frozen` (no weight of the tower trains).
     references, encoded, cached: media referred to, run through the tower, and taken from the cache.
     patches: rows of pixels that were run through the tower.
+    anywhere: of a tower whose weights are spread over ranks, which run it together or not at all: whether any of them
+    is about to; a rank without media then runs it on a blank picture, which changes no value and no gradient.
     """
 
-    def __init__(self, family: Family, *, frozen: bool, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        family: Family,
+        *,
+        frozen: bool,
+        cache_bytes: int,
+        anywhere: Callable[[bool], bool] | None = None,
+    ) -> None:
         self._family, self.contract, self.frozen = family, family.contract, frozen
+        self._anywhere = anywhere if self.contract is not None else None
         self._cache = FeatureCache(cache_bytes if frozen else 0)
         self.references = self.encoded = self.cached = self.patches = 0
 
     def arguments(self, micro: MicroBatch, segments: Mapping[Digest, Segment]) -> dict[str, Any]:
         """Keyword arguments of the model's forward for a micro-batch that is on the model's device."""
-        if not micro.media:
+        device = micro.input_ids.device
+        encodes = any(self._cache.get(key) is None for key in micro.media)
+        joins = self._joins(encodes)
+        if not micro.media and not joins:
             return self._family.text(micro)
-        embeds = self._family.embed(micro.input_ids)
-        features = self._features(micro.media, segments, micro.input_ids.device)
+        embeds = self._family.embed(micro.input_ids)  # before the tower, on every rank
+        if joins:
+            embeds = embeds + self._blank(device)
+        if not micro.media:
+            return self._family.text(micro, embeds)
+        features = self._features(micro.media, segments, device)
         ordered = torch.cat([features[key] for key in micro.media])
-        layout = layout_of([segments[key] for key in micro.media], micro.input_ids.device)
+        layout = layout_of([segments[key] for key in micro.media], device)
         return self._family.mixed(micro, embeds, ordered, layout)
 
     def clear(self) -> None:
         """Forget cached features: after a load, or a move to another device."""
         self._cache.clear()
+
+    def _joins(self, encodes: bool) -> bool:
+        """Whether the tower runs here for the sake of other ranks alone."""
+        return self._anywhere is not None and self._anywhere(encodes) and not encodes
+
+    def _blank(self, device: torch.device) -> Tensor:
+        """0, by way of every weight of the tower."""
+        assert self.contract is not None
+        side = self.contract.merge
+        pixels = torch.zeros((side * side, self._family.patch_values), device=device)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            encoded = self._family.encode(pixels, torch.tensor([[1, side, side]], device=device))
+        return encoded.sum() * 0
 
     def _features(
         self, media: tuple[Digest, ...], segments: Mapping[Digest, Segment], device: torch.device

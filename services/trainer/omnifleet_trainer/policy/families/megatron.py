@@ -14,7 +14,7 @@ from torch import Tensor
 
 from omnifleet_trainer.batch.collate import TEXT, MediaContract, MicroBatch
 from omnifleet_trainer.policy.families.port import Layout
-from omnifleet_trainer.policy.families.qwen import media_contract, positions, scattered
+from omnifleet_trainer.policy.families.qwen import media_contract, patch_values, positions, scattered
 
 
 class MegatronQwen25VL:
@@ -23,13 +23,18 @@ class MegatronQwen25VL:
     def __init__(self, model: Any, config: Any) -> None:
         self._model = model
         self.contract: MediaContract | None = media_contract(config)
-        self._rope = _rope(config)
+        self._rope, self._vision = _rope(config), config.vision_config
 
-    def text(self, micro: MicroBatch) -> dict[str, Any]:
+    @property
+    def patch_values(self) -> int:
+        """See `Family`."""
+        return patch_values(self._vision)
+
+    def text(self, micro: MicroBatch, embeds: Tensor | None = None) -> dict[str, Any]:
         """See `Family`."""
         ids = micro.input_ids
         places = torch.arange(ids.shape[1], device=ids.device)
-        return _decoder(self.embed(ids), places.expand(3, *ids.shape))
+        return _decoder(self.embed(ids) if embeds is None else embeds, places.expand(3, *ids.shape))
 
     def embed(self, ids: Tensor) -> Tensor:
         """See `Family`."""

@@ -29,8 +29,13 @@ class Family(Protocol):
     contract: MediaContract | None
     """How prompts carry media; None for a model that takes none."""
 
-    def text(self, micro: MicroBatch) -> dict[str, Any]:
-        """Forward arguments of a micro-batch without media."""
+    @property
+    def patch_values(self) -> int:
+        """C: values of one patch."""
+        ...
+
+    def text(self, micro: MicroBatch, embeds: Tensor | None = None) -> dict[str, Any]:
+        """Forward arguments of a micro-batch without media. embeds: of its ids, if they are there already."""
         ...
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.collate import TEXT, MediaContract, MicroBatch
 from omnifleet_trainer.policy.families.port import Layout
+from omnifleet_trainer.policy.sharded import plain_forward
 
 
 class TextModel:
@@ -29,13 +30,23 @@ class TextModel:
         """Takes the forward arguments; its output has last_hidden_state [B, S, H]."""
         return self._model.model
 
+    @property
+    def patch_values(self) -> int:
+        """See `Family`."""
+        vision = self._model.config.vision_config
+        return patch_values(vision)
+
     def logits(self, arguments: dict[str, Any], wanted: Tensor) -> Tensor:
-        """[B, len(wanted), V] at positions `wanted`."""
-        logits: Tensor = self._model(**arguments, logits_to_keep=wanted, use_cache=False).logits
+        """[B, len(wanted), V] at positions `wanted`. By the class's forward: the model's own may be `entered`."""
+        logits: Tensor = plain_forward(
+            self._model, **arguments, logits_to_keep=wanted, use_cache=False
+        ).logits
         return logits
 
-    def text(self, micro: MicroBatch) -> dict[str, Any]:
+    def text(self, micro: MicroBatch, embeds: Tensor | None = None) -> dict[str, Any]:
         """See `Family`."""
+        if embeds is not None:
+            return {"inputs_embeds": embeds, "attention_mask": micro.attention_mask}
         return {"input_ids": micro.input_ids, "attention_mask": micro.attention_mask}
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -131,6 +142,11 @@ def unknown_family(model_type: str, backend: str, known: Any) -> OmnifleetError:
         f"the {backend} backend cannot feed the vision tower of model type {model_type}; it knows {', '.join(known)}",
         knob="model.path",
     )
+
+
+def patch_values(vision: Any) -> int:
+    """Values of one patch of a Qwen tower."""
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
 
 
 def media_contract(config: Any) -> MediaContract:

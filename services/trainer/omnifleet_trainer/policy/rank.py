@@ -1,4 +1,6 @@
-"""What every backend of one rank does alike: steps, passes, metrics, checkpoints. A backend adds the model."""
+"""What every backend does alike on one rank, alone or of many: steps, passes, metrics, checkpoints. A backend adds the
+model. All ranks of a world make the same calls in the same order; see world.py.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from omnifleet.config.recipe import ObjectiveConfig, TrainerConfig
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import Reason, invalid
 from omnifleet_trainer.batch.check import check_batch
-from omnifleet_trainer.batch.collate import MicroBatch, collate
+from omnifleet_trainer.batch.collate import MicroBatch, collate, idle
 from omnifleet_trainer.batch.samples import StepBatch
+from omnifleet_trainer.batch.shares import reply_lengths, shares, updates_of
 from omnifleet_trainer.objectives.logprobs import token_logprobs
 from omnifleet_trainer.policy.flops import FlopsModel, mfu
-from omnifleet_trainer.policy.folder import write_folder
+from omnifleet_trainer.policy.folder import write_folder, write_shards
+from omnifleet_trainer.policy.group import Place
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.optimizer import Optimizer
 from omnifleet_trainer.policy.passes import needs_prev_pass
+from omnifleet_trainer.policy.peers import ALONE, Peers
+from omnifleet_trainer.policy.shards import Kept, own
 from omnifleet_trainer.policy.step import response_logprobs, train_step
 from omnifleet_trainer.policy.vision import Vision
 
+_COUNTS = ("references", "encoded", "cached")
 
-class OneRankPolicy(ABC):
-    """The shared half of `Policy`. A backend sets the attributes below, and brings `_forward`, `_update`, `_state`,
-    `describe`, `export`, `load`, `offload`, `onload` and `close`.
 
-    _trainable: weights that train, by a name of the backend's. Raises OmnifleetError(INVALID_CONFIG, UNSUPPORTED).
+class RankPolicy(ABC):
+    """The shared half of `Policy`. A backend sets the attributes below, and brings what is abstract.
+
+    _trainable: weights that train, by a name of the backend's. _peers: set here to this rank alone. Raises
+    OmnifleetError(INVALID_CONFIG).
     """
 
     encoder_trains: bool
@@ -44,6 +51,7 @@ class OneRankPolicy(ABC):
     _vision: Vision
     _flops: FlopsModel
     _reference: dict[str, Tensor] | None
+    _peers: Peers
 
     def __init__(
         self,
@@ -53,6 +61,7 @@ class OneRankPolicy(ABC):
         objective: ObjectiveConfig,
         temperature: float,
         on_mismatch: OnMismatch | None,
+        place: Place,
     ) -> None:
         self._source, self._trainer, self._objective = source, trainer, objective
         self._temperature, self._on_mismatch = temperature, on_mismatch
@@ -62,17 +71,36 @@ class OneRankPolicy(ABC):
                 knob="sampling.temperature",
                 reason=Reason.INVALID_CONFIG,
             )
-        if trainer.world_size != 1:
-            raise OmnifleetError(
-                Reason.UNSUPPORTED,
-                f"the {trainer.backend} backend trains on one rank, not {trainer.world_size}",
-                knob="trainer.world_size",
+        self._place, self._peers = place, ALONE
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device(
+                "cuda", place.rank if place.world > 1 else torch.cuda.current_device()
             )
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """See `Policy`; so below."""
+
+    @abstractmethod
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights; every rank iterates, to the end."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint, of however many ranks."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """To the host."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything."""
 
     @abstractmethod
     def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
@@ -87,17 +115,27 @@ class OneRankPolicy(ABC):
         """Master weights by checkpoint name, without a copy where that can be."""
 
     def logprobs(self, batch: StepBatch) -> list[npt.NDArray[np.float32]]:
-        """See `Policy`."""
-        check_batch(batch)
-        micros = self._collate(batch, range(len(batch.samples)))
-        return response_logprobs(micros, len(batch.samples), self._forward(batch))
+        """See `Policy`. Every rank returns those of all samples."""
+        dealt = shares(batch, range(len(batch.samples)), self._peers.size)
+        (micros,) = self._prepared(batch, [dealt[self._peers.index]])
+        replies = response_logprobs(micros, len(batch.samples), self._forward(batch))
+        if self._peers.alone:
+            return replies
+        mine = [np.zeros(0, np.float32), *(replies[row] for row in dealt[self._peers.index])]
+        for rows, values in zip(dealt, self._peers.arrays(np.concatenate(mine)), strict=True):
+            cuts = np.cumsum(reply_lengths(batch.samples, rows))[:-1]
+            for row, reply in zip(rows, np.split(values, cuts) if rows else [], strict=True):
+                replies[row] = reply
+        return replies
 
     def train(self, batch: StepBatch) -> dict[str, float]:
         """See `Policy`. Besides the metrics of `objectives.metrics`: lr, grad_norm, media_* counts, train_seconds."""
-        check_batch(batch)
-        began, rows = time.monotonic(), range(len(batch.samples))
-        size = self._trainer.batch_samples or max(len(rows), 1)
-        updates = [self._collate(batch, rows[start : start + size]) for start in range(0, len(rows), size)]
+        began = time.monotonic()
+        rows = [
+            shares(batch, update, self._peers.size)[self._peers.index]
+            for update in updates_of(batch, self._trainer.batch_samples)
+        ]
+        updates = self._prepared(batch, rows)
         before = (self._vision.references, self._vision.encoded, self._vision.cached)
         patches_before = self._vision.patches
         metrics = train_step(
@@ -109,21 +147,23 @@ class OneRankPolicy(ABC):
             reference=None
             if self._reference is None
             else lambda micros: self._reference_logprobs(batch, micros),
+            peers=self._peers,
             on_mismatch=self._on_mismatch,
         )
         metrics["lr"] = self._optimizer.learning_rate()
         self._optimizer.steps += 1
         after = (self._vision.references, self._vision.encoded, self._vision.cached)
-        for name, new, old in zip(("references", "encoded", "cached"), after, before, strict=True):
-            metrics[f"media_{name}"] = float(new - old)
+        done = [float(new - old) for new, old in zip(after, before, strict=True)]
+        *counts, patches = self._peers.total([*done, float(self._vision.patches - patches_before)])
+        metrics |= {f"media_{name}": value for name, value in zip(_COUNTS, counts, strict=True)}
         seconds = time.monotonic() - began
         if self._trainer.peak_tflops is not None:
             passes = needs_prev_pass(self._objective, len(updates)) + (self._reference is not None)
-            patches = self._vision.patches - patches_before
             flops = self._flops.of_step(
-                batch, passes=passes, patches=patches, tower_trains=self.encoder_trains
+                batch, passes=passes, patches=int(patches), tower_trains=self.encoder_trains
             )
-            metrics["mfu"] = mfu(flops, seconds, self._trainer.peak_tflops)
+            peak = self._trainer.peak_tflops * self._place.world
+            metrics["mfu"] = mfu(flops, seconds, peak)
         return metrics | {"train_seconds": seconds}
 
     def trainable_names(self) -> set[str]:
@@ -131,26 +171,34 @@ class OneRankPolicy(ABC):
         return set(self._trainable)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """See `Policy`; weights are the float32 masters."""
-        weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in self._state()]
-        write_optimizer = self._optimizer.snapshot()
+        """See `Policy`; weights are the float32 masters.
+
+        Of many ranks each copies, and writes, its share of the tensors, whole: the first rank makes one folder of them
+        (`finish_folder`), which any number of ranks loads.
+        """
+        kept = Kept(self._place.rank, self._place.world)
+        weights = [(name, value) for name, tensor in self._state() if (value := kept(tensor)) is not None]
+        write_optimizer = self._optimizer.snapshot(kept)
 
         def write(folder: Path) -> None:
-            write_folder(folder / "policy", weights, self._source)
+            write_shards(folder / "policy", weights, rank=self._place.rank)
             write_optimizer(folder / "optimizer")
 
         return write
 
     def save(self, folder: Path) -> None:
-        """See `Policy`; streams the weights, without a copy of them all."""
-        write_folder(folder / "policy", self._state(), self._source)
-        self._optimizer.snapshot()(folder / "optimizer")
+        """See `Policy`; on one rank it streams the weights, without a copy of them all."""
+        if self._peers.alone:
+            write_folder(folder / "policy", self._state(), self._source)
+            self._optimizer.snapshot()(folder / "optimizer")
+        else:
+            self.snapshot()(folder)
 
     def _remember_reference(self) -> None:
         """The reference policy of the KL term: the weights that the run began with, whatever is loaded later."""
         needed = self._objective.kl_coefficient > 0
         self._reference = (
-            {n: p.detach().cpu().clone() for n, p in self._trainable.items()} if needed else None
+            {n: own(p.detach()).cpu().clone() for n, p in self._trainable.items()} if needed else None
         )
 
     def _response(self, micro: MicroBatch, logits: Tensor) -> Tensor:
@@ -161,6 +209,21 @@ class OneRankPolicy(ABC):
     def _softmax(self, micro: MicroBatch) -> dict[str, Any]:
         kept = None if micro.kept is None else micro.kept[:, micro.first :]
         return {"temperature": self._temperature, "kept": kept}
+
+    def _prepared(self, batch: StepBatch, parts: Sequence[Sequence[int]]) -> list[list[MicroBatch]]:
+        """Micro-batches of each part of this rank's rows; of each part every rank gets as many.
+
+        Raises OmnifleetError(INVALID_REQUEST), on all ranks alike.
+        """
+
+        def prepare() -> list[list[MicroBatch]]:
+            check_batch(batch, [row for rows in parts for row in rows])
+            return [self._collate(batch, rows) for rows in parts]
+
+        micros = self._peers.together(prepare)
+        for part in micros if not self._peers.alone else ():
+            part += [idle(self._device)] * (self._peers.most(len(part)) - len(part))
+        return micros
 
     def _collate(self, batch: StepBatch, rows: Sequence[int]) -> list[MicroBatch]:
         micros = collate(
@@ -181,7 +244,7 @@ class OneRankPolicy(ABC):
     def _reference_weights(self) -> Iterator[None]:
         """Inside, the model holds the weights that the run began with."""
         assert self._reference is not None
-        current = {name: p.detach().clone() for name, p in self._trainable.items()}
+        current = {name: own(p.detach()).clone() for name, p in self._trainable.items()}
         try:
             self._write(self._reference)
             yield
@@ -191,13 +254,4 @@ class OneRankPolicy(ABC):
     def _write(self, weights: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, value in weights.items():
-                self._trainable[name].copy_(value)
-
-
-def start_group() -> bool:
-    """A process group of one, if there is none; True if it was made here."""
-    if dist.is_initialized():
-        return False
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    return True
+                own(self._trainable[name]).copy_(value)

@@ -1,0 +1,66 @@
+"""The process group of a rank: of its own, or of a world that is just being built."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from omnifleet.errors import OmnifleetError, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands. port: of the rendezvous on this host. Collectives fail after timeout_s."""
+
+    rank: int
+    world: int
+    port: int
+    timeout_s: float
+
+
+ALONE = Place(rank=0, world=1, port=0, timeout_s=600.0)
+"""The only rank; its rendezvous is in its own memory."""
+
+
+def start_group(place: Place, store: Store | None = None) -> bool:
+    """Join the default process group; True if it was made here (a world of one is content with one that exists).
+
+    store: of the rank that keeps the rendezvous. On a GPU machine rank r takes GPU r. Raises OmnifleetError(CONFLICT).
+    """
+    if dist.is_initialized():
+        if place.world == dist.get_world_size() == 1:
+            return False
+        raise OmnifleetError(
+            Reason.CONFLICT,
+            f"this process is in a group of {dist.get_world_size()} already: close that policy first",
+        )
+    timeout = datetime.timedelta(seconds=place.timeout_s)
+    if place.world == 1:
+        store = HashStore()
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(place.rank)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(
+        backend,
+        store=store or rendezvous(place.world, port=place.port, timeout_s=place.timeout_s),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timeout,
+    )
+    return True
+
+
+def rendezvous(world: int, *, port: int = 0, timeout_s: float) -> TCPStore:
+    """Where ranks of this host meet: port 0 keeps a new one, another joins the one that is kept there."""
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        world,
+        is_master=port == 0,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )

@@ -1,0 +1,238 @@
+"""A policy of two ranks, each a process: the same numbers as one, and an end that is seen when one is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omnifleet.address import token_digest
+from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_trainer.policy.folder import read_folder
+from omnifleet_trainer.policy.group import ALONE
+from omnifleet_trainer.policy.job import Job, open_rank
+from omnifleet_trainer.policy.names import checkpoint_shapes
+from omnifleet_trainer.policy.port import Policy
+from omnifleet_trainer.policy.world import WorldPolicy
+from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+from omnifleet_trainer.tiny.families import Family
+from tests.integration.family_world import TEMPERATURE, batch_for, close_to
+
+pytestmark = pytest.mark.heavy
+FAMILY: Family = "qwen3_vl"
+"""Its tower feeds inner layers too."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world") / "model"
+    write_checkpoint(folder, family=FAMILY, hidden=64)
+    return folder
+
+
+def job(
+    source: Path, *, freeze: tuple[str, ...] = (), objective: dict[str, Any] | None = None, **changes: Any
+) -> Job:
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.01, warmup_steps=2)
+    trainer = TrainerConfig(optimizer=optimizer, threads=1, micro_batch_tokens=150, **changes)
+    return Job(source, trainer, ObjectiveConfig(**objective or {}), temperature=TEMPERATURE, freeze=freeze)
+
+
+def of_ranks(dp: int, source: Path, **changes: Any) -> Policy:
+    if dp == 1:
+        return open_rank(job(source, **changes), ALONE)
+    return WorldPolicy(job(source, parallel={"dp": dp, "timeout_s": 120}, **changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """Logprobs of a policy, its three steps, the weights that they end at, and the step after those."""
+
+    logprobs: list[Any]
+    steps: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    then: dict[str, float]
+
+
+def history(policy: Policy, source: Path, folder: Path | None = None) -> History:
+    """folder: what is saved after the three steps."""
+    batch = batch_for(source)
+    logprobs = policy.logprobs(batch)
+    steps = [policy.train(batch) for _ in range(3)]
+    if folder is not None:
+        policy.save(folder)
+    return History(logprobs, steps, weights_of(policy), policy.train(batch))
+
+
+def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(tensor).clone() for name, tensor in policy.export()}
+
+
+def equal(ours: History, theirs: History, *, rtol: float = 1e-4) -> None:
+    """Logprobs to 1e-5, loss and gradient norm to 4 digits, and the weights at the end."""
+    close_to(ours.logprobs, theirs.logprobs, rtol=0.1 * rtol)
+    for found, expected in zip([*ours.steps, ours.then], [*theirs.steps, theirs.then], strict=True):
+        assert found.keys() == expected.keys()
+        for name in ("loss", "grad_norm", "token_mult_prob_error", "logprob_gap_max", "kl_penalty"):
+            assert found[name] == pytest.approx(expected[name], rel=rtol, abs=rtol / 10), name
+        for name in ("lr", "updates", "global_valid_toks", "num_valid_samples", "media_references"):
+            assert found[name] == expected[name], name
+    assert ours.weights.keys() == theirs.weights.keys()
+    for name, tensor in theirs.weights.items():
+        torch.testing.assert_close(ours.weights[name], tensor, rtol=0, atol=rtol)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def alone(source: Path, saved: Path) -> History:
+    """One rank, in this process and before the world: a process is in one group at a time."""
+    policy = of_ranks(1, source)
+    try:
+        return history(policy, source, saved / "one")
+    finally:
+        policy.close()
+
+
+@pytest.fixture(scope="module")
+def world(source: Path, alone: History) -> Iterator[WorldPolicy]:
+    policy = of_ranks(2, source)
+    assert isinstance(policy, WorldPolicy)
+    yield policy
+    policy.close()
+
+
+@pytest.fixture(scope="module")
+def together(world: WorldPolicy, source: Path, saved: Path) -> History:
+    return history(world, source, saved / "two")
+
+
+def test_two_ranks_train_as_one(alone: History, together: History) -> None:
+    """Media in some micro-batches only, so that a rank without them runs the tower along."""
+    equal(together, alone)
+
+
+def test_two_ranks_write_one_checkpoint(together: History, source: Path, saved: Path) -> None:
+    folder = saved / "two" / "policy"
+    stored = dict(read_folder(folder))
+    assert checkpoint_shapes(folder) == checkpoint_shapes(source)
+    assert len(list(folder.glob("model-*.safetensors"))) == 2  # one of each rank
+    assert (folder / "tokenizer.json").exists()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in together.weights.items())
+
+
+def test_two_ranks_go_on_from_a_checkpoint_of_one(
+    world: WorldPolicy, alone: History, together: History, source: Path, saved: Path
+) -> None:
+    world.load(saved / "one")
+    resumed = world.train(batch_for(source))
+    for name in ("loss", "grad_norm", "lr"):
+        assert resumed[name] == pytest.approx(alone.then[name], rel=1e-4), name
+
+
+def test_an_export_that_is_not_read_to_its_end_leaves_the_ranks_in_step(
+    world: WorldPolicy, source: Path
+) -> None:
+    tensors = world.export()
+    name, tensor = next(tensors)
+    assert tuple(tensor.shape) == checkpoint_shapes(source)[name]
+    tensors.close()  # type: ignore[attr-defined]
+    assert len(world.logprobs(batch_for(source))) == 6
+
+
+def test_what_a_rank_refuses_is_refused_and_changes_nothing(world: WorldPolicy, source: Path) -> None:
+    before = weights_of(world)
+    for row in range(6):  # whichever rank gets it
+        batch = batch_for(source)
+        batch.samples[row].prompt_hash = token_digest([1])
+        with pytest.raises(OmnifleetError, match="hash") as refused:
+            world.train(batch)
+        assert refused.value.reason is Reason.INVALID_REQUEST
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(world).items())
+
+
+def test_a_lost_rank_ends_the_call_and_all_that_follow(world: WorldPolicy, source: Path) -> None:
+    """The last of the world: it is not whole any more."""
+    (process,) = world._world._processes
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(OmnifleetError, match="rank 1 of the policy is lost") as lost:
+        world.train(batch_for(source))
+    assert lost.value.reason is Reason.UNAVAILABLE and lost.value.retryable
+    with pytest.raises(OmnifleetError, match="rank 1"):
+        world.logprobs(batch_for(source))
+    world.close()
+    world.close()
+    assert process.poll() is not None
+
+
+def test_one_rank_goes_on_from_a_checkpoint_of_two(
+    world: WorldPolicy, together: History, source: Path, saved: Path
+) -> None:
+    world.close()
+    policy = of_ranks(1, source)
+    try:
+        policy.load(saved / "two")
+        resumed = policy.train(batch_for(source))
+        for name in ("loss", "grad_norm", "lr"):
+            assert resumed[name] == pytest.approx(together.then[name], rel=1e-4), name
+    finally:
+        policy.close()
+
+
+def test_ranks_that_a_backend_does_not_have_are_refused_as_a_recipe() -> None:
+    for sizes, words in (
+        ({"tp": 2}, "shards over dp only"),
+        ({"cp": 2}, "needs Transformer Engine"),
+        ({"pp": 2}, "set pp = 1"),
+        ({"ep": 2}, "does not divide dp 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TrainerConfig.model_validate({"parallel": sizes})
+    with pytest.raises(ValueError, match="sequence parallelism"):
+        TrainerConfig.model_validate({"backend": "megatron", "parallel": {"dp": 2, "tp": 2, "ep": 2}})
+    assert TrainerConfig.model_validate({"parallel": {"dp": 4}}).parallel.world == 4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("family", "changes", "rtol"),
+    [
+        ("qwen2_vl", {"freeze": ("visual.*",)}, 1e-4),
+        ("qwen2_5_vl", {"logprob_chunk": 4, "objective": {"kl_coefficient": 0.1}}, 1e-4),
+        ("qwen2_vl", {"dtype": "bfloat16"}, 3e-2),
+        ("qwen2_vl", {"batch_samples": 2, "prompts_per_step": 1, "generations_per_prompt": 6}, 1e-4),
+    ],
+)
+def test_two_ranks_train_as_one_in_every_setting(
+    family: Family, changes: dict[str, Any], rtol: float, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, family=family, hidden=64)
+    histories = []
+    for ranks in (1, 2):
+        policy = of_ranks(ranks, tmp_path, **changes)
+        try:
+            histories.append(history(policy, tmp_path))
+            policy.offload()
+            policy.onload()
+            assert np.isfinite(policy.train(batch_for(tmp_path))["loss"])
+        finally:
+            policy.close()
+    equal(histories[1], histories[0], rtol=rtol)
+
+
+@pytest.mark.soak
+def test_nothing_is_left_of_a_world_that_could_not_be_built(source: Path) -> None:
+    with pytest.raises(OmnifleetError, match="matches no weight") as refused:
+        of_ranks(2, source, freeze=("visaul.*",))
+    assert refused.value.reason is Reason.INVALID_CONFIG
