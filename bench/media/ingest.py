@@ -4,7 +4,8 @@
 
 Bare: so many processes that read bytes from memory and decode them with Pillow or TorchCodec, and keep nothing. Service:
 a media service in a process of its own with so many decoder processes; a client puts the same bytes over gRPC, and each
-put is decoded, hashed, written and indexed before its acknowledgement. Rounds alternate; the best of each is compared.
+put is decoded, hashed, written and indexed before its acknowledgement. `memory` and `durable`: `put_many`, several sources
+a message; `single`: one call a source, `memory` acknowledgements. Rounds alternate; the best of each is compared.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ FRAMES = 32
 WIDTH, HEIGHT = 640, 480
 CLIP_FRAMES, CLIP_FPS = 150, 30
 AHEAD = 4  # puts under way for each decoder process
-WARM_UP = 16
+WARM_UP = 64
+WAYS = ("memory", "durable", "single")
 
 
 def main() -> None:
@@ -58,25 +60,29 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Alternate and keep the best rate of each."""
     processes, rounds, share = arguments.processes, arguments.rounds, arguments.share
-    sources = {"pictures": jpegs(arguments.pictures + WARM_UP), "clips": h264s(arguments.clips + 2)}
+    sources = {
+        "pictures": jpegs(arguments.pictures + WARM_UP),
+        "clips": h264s(arguments.clips + warm_ups("clips")),
+    }
     best: dict[tuple[str, str], float] = {}
     for _ in range(rounds):
         for kind, files in sources.items():
             rates = {"bare": bare(kind, files, processes)}
             rates |= asyncio.run(through_service(kind, files, processes, share))
+            print(f"{kind} a second: " + ", ".join(f"{way} {rate:.1f}" for way, rate in rates.items()))
             for way, rate in rates.items():
                 best[kind, way] = max(rate, best.get((kind, way), 0.0))
     load = os.getloadavg()[0]
     print(
         f"{processes} decoder process(es), {os.cpu_count()} cores, load {load:.1f}, best of {rounds}, shared at {share}"
     )
-    print("| | bare | memory | durable | memory / bare | durable / bare |")
-    print("|---|---|---|---|---|---|")
+    print("| a second | bare | memory | durable | single | memory / bare | durable / bare | single / bare |")
+    print("|---|---|---|---|---|---|---|---|")
     for kind in sources:
-        alone, memory, durable = (best[kind, way] for way in ("bare", "memory", "durable"))
-        print(
-            f"| {kind} a second | {alone:.1f} | {memory:.1f} | {durable:.1f} | {memory / alone:.0%} | {durable / alone:.0%} |"
-        )
+        alone = best[kind, "bare"]
+        reached = [best[kind, way] for way in WAYS]
+        told = [f"{alone:.1f}", *(f"{r:.1f}" for r in reached), *(f"{r / alone:.0%}" for r in reached)]
+        print(f"| {kind} | {' | '.join(told)} |")
 
 
 # ---------------------------------------------------------------------- sources
@@ -185,7 +191,7 @@ def clip_decoder(threads: int) -> Any:
 
 def warm_ups(kind: str) -> int:
     """Files that are not counted."""
-    return WARM_UP if kind == "pictures" else 2
+    return WARM_UP if kind == "pictures" else 4
 
 
 # ---------------------------------------------------------------------- the service
@@ -194,7 +200,7 @@ def warm_ups(kind: str) -> int:
 async def through_service(kind: str, files: Sequence[bytes], processes: int, share: str) -> dict[str, float]:
     """Files a second that a client puts, by kind of acknowledgement; a fresh service for each."""
     rates = {}
-    for way in ("memory", "durable"):
+    for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:
             command = [
                 sys.executable,
@@ -212,17 +218,15 @@ async def through_service(kind: str, files: Sequence[bytes], processes: int, sha
                 assert child.stdout and child.stdin
                 address = json.loads(child.stdout.readline())
                 watched = psutil.Process(child.pid)
-                rates[way] = await put_all(
-                    address, kind, files, processes, durable=way == "durable", watched=watched
-                )
+                rates[way] = await put_all(address, kind, files, processes, way, watched)
                 child.stdin.close()
     return rates
 
 
 async def put_all(
-    address: str, kind: str, files: Sequence[bytes], processes: int, *, durable: bool, watched: psutil.Process
+    address: str, kind: str, files: Sequence[bytes], processes: int, way: str, watched: psutil.Process
 ) -> float:
-    """Files a second, `AHEAD` under way for each decoder process."""
+    """Files a second: `put_many` of all of them, or `AHEAD` puts under way for each decoder process."""
     from omnifleet.client.media import MediaClient
     from omnifleet.types import MediaKind
     from omnifleet.wire import media_pb2
@@ -231,19 +235,30 @@ async def put_all(
     contract = media_pb2.DecodeContract(sampling="uniform@1", num_frames=FRAMES)
     async with MediaClient.open(address, deadline_s=300) as client:
 
-        async def put(part: Sequence[bytes]) -> None:
+        async def one_by_one(part: Sequence[bytes]) -> None:
             for data in part:
-                reply = await client.put(data, "bench", kind=media_kind, contract=contract, durable=durable)
+                reply = await client.put(data, "bench", kind=media_kind, contract=contract)
                 assert reply.decoded
 
-        first, lanes = warm_ups(kind), AHEAD * processes
-        await asyncio.gather(*(put(files[:first][i::lanes]) for i in range(lanes)))
+        async def put(part: Sequence[bytes]) -> None:
+            if way == "single":
+                lanes = AHEAD * processes
+                await asyncio.gather(*(one_by_one(part[i::lanes]) for i in range(lanes)))
+                return
+            durable = way == "durable"
+            answers = await client.put_many(
+                part, "bench", kind=media_kind, contract=contract, durable=durable
+            )
+            assert all(isinstance(a, media_pb2.PutReply) and a.decoded for a in answers)
+
+        first = warm_ups(kind)
+        await put(files[:first])
         before, started = cpu_seconds(watched), time.perf_counter()
-        await asyncio.gather(*(put(files[first:][i::lanes]) for i in range(lanes)))
+        await put(files[first:])
         elapsed, count = time.perf_counter() - started, len(files) - first
         spent = {who: (s - before[who]) / count * 1000 for who, s in cpu_seconds(watched).items()}
-        told = ", ".join(f"{who} {ms:.1f}" for who, ms in spent.items())
-        print(f"CPU ms for each of {kind}, {'durable' if durable else 'memory'}: {told}", flush=True)
+        told = ", ".join(f"{who} {ms:.2f}" for who, ms in spent.items())
+        print(f"CPU ms for each of {kind}, {way}: {told}", flush=True)
         return count / elapsed
 
 

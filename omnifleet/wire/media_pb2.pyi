@@ -194,20 +194,24 @@ class HasReply(_message.Message):
     def __init__(self, present: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class StatRequest(_message.Message):
-    __slots__ = ("digest",)
+    __slots__ = ("digest", "same_host")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     digest: str
-    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+    same_host: bool
+    def __init__(self, digest: _Optional[str] = ..., same_host: _Optional[bool] = ...) -> None: ...
 
 class StatReply(_message.Message):
-    __slots__ = ("info", "leases", "tiers")
+    __slots__ = ("info", "leases", "tiers", "shm_path")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    SHM_PATH_FIELD_NUMBER: _ClassVar[int]
     info: ObjectInfo
     leases: int
     tiers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, info: _Optional[_Union[ObjectInfo, _Mapping]] = ..., leases: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ...) -> None: ...
+    shm_path: str
+    def __init__(self, info: _Optional[_Union[ObjectInfo, _Mapping]] = ..., leases: _Optional[int] = ..., tiers: _Optional[_Iterable[str]] = ..., shm_path: _Optional[str] = ...) -> None: ...
 
 class TakeLeaseRequest(_message.Message):
     __slots__ = ("run", "owner", "ttl_ms", "digests")

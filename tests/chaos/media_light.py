@@ -14,7 +14,7 @@ from omnifleet.config.services import MediaConfig
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import MediaKind
 from omnifleet_media.address.contract import DecodeContract
-from omnifleet_media.decode.request import Decoded, Kept, Take
+from omnifleet_media.decode.request import Decoded, Keep, Kept
 from omnifleet_media.index.port import Index, Kind
 from omnifleet_media.ingest.sniff import SourceType
 from omnifleet_media.ingest.source import Source
@@ -33,16 +33,23 @@ class InstantDecoder:
         self._before = before
         self.decodes = 0
 
-    async def decode(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
+    async def decode(self, source: Source, contract: DecodeContract, keep: Keep[Kept]) -> Kept:
         """Frames of HEIGHT x WIDTH; more than one is a clip of one frame a second."""
         if self._before is not None:
             await self._before()
         self.decodes += 1
-        frames = np.frombuffer(source.data, np.uint8).reshape(-1, HEIGHT, WIDTH, 3)
-        kept = [take(frame, 0) for frame in frames]
-        if len(kept) == 1:
-            return Decoded(MediaKind.IMAGE, kept, (WIDTH, HEIGHT))
-        return Decoded(MediaKind.VIDEO, kept, (WIDTH, HEIGHT), [float(i) for i in range(len(kept))])
+        frames = list(np.frombuffer(source.data, np.uint8).reshape(-1, HEIGHT, WIDTH, 3))
+        if len(frames) == 1:
+            return keep(Decoded(MediaKind.IMAGE, frames, len(source.data), (WIDTH, HEIGHT)))
+        return keep(
+            Decoded(
+                MediaKind.VIDEO,
+                frames,
+                len(source.data),
+                (WIDTH, HEIGHT),
+                [float(i) for i in range(len(frames))],
+            )
+        )
 
     async def close(self) -> None:
         """Nothing to end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,10 @@ class MediaReader:
         kept = self.kept_frame(ref, i)
         if kept is not None:
             return kept
-        info = await self.info(ref)
+        info = self._infos.get(ref.digest) or await self._about_to_map(ref)
+        kept = self.kept_frame(ref, i)
+        if kept is not None:
+            return kept
         if not 0 <= i < len(info.frame_digests):
             raise OmnifleetError(
                 Reason.NOT_FOUND, f"{ref.url} has frames 0 to {len(info.frame_digests) - 1}, not {i}"
@@ -106,15 +109,12 @@ class MediaReader:
 
     async def frames(self, ref: MediaRef) -> list[Frame]:
         """All frames of an object, in order; equal frames are the same array."""
-        count = len((await self.info(ref)).frame_digests)
-        found = {i: kept for i in range(count) if (kept := self.kept_frame(ref, i)) is not None}
-        for i in range(count):
-            if i not in found:
-                found[i] = await self.frame(ref, i)  # its answer tells where the others can be mapped
-                break
-        found |= {
-            i: kept for i in range(count) if i not in found and (kept := self.kept_frame(ref, i)) is not None
-        }
+        info = self._infos.get(ref.digest) or await self._about_to_map(ref)
+        count = len(info.frame_digests)
+        found = self._kept_frames(ref, range(count))
+        if len(found) < count and self._same_host:
+            await self._about_to_map(ref)
+            found |= self._kept_frames(ref, [i for i in range(count) if i not in found])
         room = asyncio.Semaphore(_FRAMES_AT_ONCE)
 
         async def one(i: int) -> Frame:
@@ -124,6 +124,17 @@ class MediaReader:
         rest = [i for i in range(count) if i not in found]
         found |= dict(zip(rest, await asyncio.gather(*(one(i) for i in rest)), strict=True))
         return [found[i] for i in range(count)]
+
+    async def _about_to_map(self, ref: MediaRef) -> MediaInfo:
+        """The manifest, by a call that brings all frames into shared memory and tells where that is."""
+        request = media_pb2.StatRequest(digest=ref.digest, same_host=self._same_host)
+        reply = await self._calls.ask("Stat", request)
+        if reply.shm_path:
+            self._shared.learn(reply.shm_path)
+        return self._remember(info_from_wire(reply.info))
+
+    def _kept_frames(self, ref: MediaRef, wanted: Iterable[int]) -> dict[int, Frame]:
+        return {i: kept for i in wanted if (kept := self.kept_frame(ref, i)) is not None}
 
     async def track(self, ref: MediaRef) -> Track:
         """The samples of an audio object: float32 (N,) at `info(ref).sample_rate` a second, read-only.

@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_POPULATE = getattr(
+    mmap, "MAP_POPULATE", 0
+)  # whoever maps a frame reads it: all pages at once, not fault by fault
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -52,7 +55,7 @@ def map_file(path: str, size: int, *, mark: bool = False) -> memoryview | None:
         if mark:
             with suppress(PermissionError):
                 os.utime(fd)
-        return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
+        return memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED | _POPULATE, mmap.PROT_READ))
     finally:
         os.close(fd)
 

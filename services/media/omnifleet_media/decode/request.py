@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,23 +23,27 @@ _LARGEST_ANSWER = 4 << 30
 
 Array = npt.NDArray[Any]
 Kept = TypeVar("Kept")
-Take = Callable[[Array, int], Kept]
-"""What to make of a frame, uint8 RGB (H, W, 3) and 0, or of a track, float32 (N,) and its samples a second. The array is
-nobody else's, and its memory is used again afterwards. Runs in a thread, while the next source is being decoded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded(Generic[Kept]):
-    """What was made of the canonical frames, all of one size, or of the track.
+class Decoded:
+    """Canonical frames, each uint8 RGB (H, W, 3) of one size; or one track: float32 (N,).
 
-    size: (width, height) in pixels; of a track: (samples, samples a second). timestamps_s: of the frames of a clip.
+    frames: to be gone through once; each array is nobody else's, and its memory is used again for the next.
+    bytes: of all frames together. size: (width, height) in pixels; of a track: (samples, samples a second).
+    timestamps_s: of the frames of a clip.
     """
 
     kind: MediaKind
-    frames: list[Kept]
+    frames: Iterable[Array]
+    bytes: int
     size: tuple[int, int]
     timestamps_s: list[float] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+
+
+Keep = Callable[[Decoded], Kept]
+"""What to make of what was decoded. Runs in a thread, while the process is at the next source."""
 
 
 class Decoder:
@@ -52,37 +56,36 @@ class Decoder:
         self.pictures = _pool("pictures", processes, limits, max(3 * limits.pixels, answer_bytes))
         self.clips = _pool("clips", processes, limits, answer_bytes)
 
-    async def decode(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
-        """Frames or track of a source, each as `take` keeps it.
+    async def decode(self, source: Source, contract: DecodeContract, keep: Keep[Kept]) -> Kept:
+        """What `keep` makes of the frames or the track of a source.
 
-        Raises OmnifleetError: INVALID_MEDIA, LIMIT_EXCEEDED, UNSUPPORTED, OVERLOADED; and what `take` raises.
+        Raises OmnifleetError: INVALID_MEDIA, LIMIT_EXCEEDED, UNSUPPORTED, OVERLOADED; and what `keep` raises.
         """
         if contract.sampling == STILL:
-            return await self._picture(source, contract, take)
+            return await self._picture(source, contract, keep)
         if contract.sampling == TRACK:
-            return await self._track(source, contract, take)
-        return await self._clip(source, contract, take)
+            return await self._track(source, contract, keep)
+        return await self._clip(source, contract, keep)
 
     async def close(self) -> None:
         """End the processes."""
         await self.pictures.close()
         await self.clips.close()
 
-    async def _picture(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
+    async def _picture(self, source: Source, contract: DecodeContract, keep: Keep[Kept]) -> Kept:
         request = {
             "codec": source.type.codec,
             "pixels": self._limits.pixels,
             "background": contract.background,
         }
 
-        def kept(answer: Header, body: memoryview) -> Decoded[Kept]:
-            frames = _taken(answer, body, 1, take)
-            return Decoded(MediaKind.IMAGE, frames, _size(answer))
+        def take(answer: Header, body: memoryview) -> Kept:
+            return keep(Decoded(MediaKind.IMAGE, _frames(answer, body, 1), len(body), _size(answer)))
 
-        decoded: Decoded[Kept] = await self.pictures.call(request, source.data, kept)
-        return decoded
+        kept: Kept = await self.pictures.call(request, source.data, take)
+        return kept
 
-    async def _clip(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
+    async def _clip(self, source: Source, contract: DecodeContract, keep: Keep[Kept]) -> Kept:
         request: dict[str, Any] = {
             "codec": source.type.codec,
             "sampling": contract.sampling,
@@ -97,30 +100,30 @@ class Decoder:
             "bytes": min(self._limits.decode_memory_bytes, _LARGEST_ANSWER),
         }
 
-        def kept(answer: Header, body: memoryview) -> Decoded[Kept]:
-            frames = _taken(answer, body, answer["frames"], take)
-            return Decoded(MediaKind.VIDEO, frames, _size(answer), answer["timestamps_s"], answer["facts"])
+        def take(answer: Header, body: memoryview) -> Kept:
+            frames, size = _frames(answer, body, answer["frames"]), _size(answer)
+            return keep(
+                Decoded(MediaKind.VIDEO, frames, len(body), size, answer["timestamps_s"], answer["facts"])
+            )
 
         pool = self.pictures if source.type.codec else self.clips
-        decoded: Decoded[Kept] = await pool.call(request, source.data, kept)
-        return decoded
+        kept: Kept = await pool.call(request, source.data, take)
+        return kept
 
-    async def _track(self, source: Source, contract: DecodeContract, take: Take[Kept]) -> Decoded[Kept]:
+    async def _track(self, source: Source, contract: DecodeContract, keep: Keep[Kept]) -> Kept:
         if source.type.codec:
             raise OmnifleetError(Reason.INVALID_MEDIA, f"no_audio_stream: {source.type.mime} has no sound")
         request = {"sample_rate": contract.sample_rate, "seconds": self._limits.seconds}
 
-        def kept(answer: Header, body: memoryview) -> Decoded[Kept]:
+        def take(answer: Header, body: memoryview) -> Kept:
             if len(body) != 4 * answer["samples"]:
                 raise _odd_answer(body, f"{answer['samples']} samples")
             samples = np.frombuffer(body, "<f4").copy()
             size = len(samples), contract.sample_rate
-            return Decoded(
-                MediaKind.AUDIO, [take(samples, contract.sample_rate)], size, facts=answer["facts"]
-            )
+            return keep(Decoded(MediaKind.AUDIO, [samples], len(body), size, facts=answer["facts"]))
 
-        decoded: Decoded[Kept] = await self.clips.call(request, source.data, kept)
-        return decoded
+        kept: Kept = await self.clips.call(request, source.data, take)
+        return kept
 
 
 def _size(answer: Header) -> tuple[int, int]:
@@ -128,17 +131,15 @@ def _size(answer: Header) -> tuple[int, int]:
     return width, height
 
 
-def _taken(answer: Header, body: memoryview, count: int, take: Take[Kept]) -> list[Kept]:
-    """Each frame, copied out of the decoder's reach into memory that stays in the processor's cache, then taken."""
+def _frames(answer: Header, body: memoryview, count: int) -> Iterator[Array]:
+    """Each frame, copied out of the decoder's reach into memory that stays in the processor's cache."""
     width, height = _size(answer)
     if len(body) != count * height * width * 3:
         raise _odd_answer(body, f"{count} frames")
-    frames = np.frombuffer(body, np.uint8).reshape(count, height, width, 3)
-    own, kept = np.empty((height, width, 3), np.uint8), []
-    for frame in frames:
+    own = np.empty((height, width, 3), np.uint8)
+    for frame in np.frombuffer(body, np.uint8).reshape(count, height, width, 3):
         own[:] = frame
-        kept.append(take(own, 0))
-    return kept
+        yield own
 
 
 def _odd_answer(body: memoryview, what: str) -> OmnifleetError:

@@ -158,12 +158,20 @@ class Index(Protocol):
     async def end_flight(self, key: Digest, owner: str) -> None:
         """Give a claim up; one that has passed to another is left alone."""
 
-    async def knows_store(self, store: str) -> bool:
-        """Whether `mark_store` was called for this store since the index was last empty."""
+    async def memory(self, store: str) -> str:
+        """Names what the index remembers of this store; "" if it was not told all of it since it may have lost something.
+
+        Another name later: it may have lost something in between, and was told anew.
+        """
         ...
 
-    async def mark_store(self, store: str) -> None:
-        """Note that the index knows what the store holds. After a loss of the index this note is gone too."""
+    async def begin_telling(self) -> str:
+        """A name for the telling that begins; `mark_store` wants it."""
+        ...
+
+    async def mark_store(self, store: str, telling: str) -> bool:
+        """Note that the index was told all that the store holds; False if it may have lost some since that telling began."""
+        ...
 
     async def sync(self) -> None:
         """Return when everything written so far survives a power cut."""

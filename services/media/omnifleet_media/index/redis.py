@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ _REPLY_S = 3.0
 _PATIENCE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _RECENT_MOST = 10_000
+_TELLING_S = 86_400
 _AWAY = (
     failures.ConnectionError,
     failures.TimeoutError,
@@ -52,7 +54,7 @@ class RedisIndex:
     """`omnifleet_media.index.port.Index` in one Redis database.
 
     Every step may be sent twice, so a lost connection is retried for `patience_s`; then UNAVAILABLE, retryable.
-    A full Redis is UNAVAILABLE too. What the disk holds can be told to an empty Redis again (`knows_store`).
+    A full Redis is UNAVAILABLE too. What the disk holds can be told to an empty Redis again (`memory`).
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class RedisIndex:
                 f"Redis at {self._where} is {version}; 6.2 or later is needed",
                 knob=_KNOB,
             )
-        if not int(info.get("aof_enabled", 0)):
+        if not int(info.get("aof_enabled", 0)) and not int(info.get("loading", 0)):
             log.warning(
                 "Redis at %s has appendonly off: after a restart the index is told anew from disk",
                 self._where,
@@ -282,11 +284,14 @@ class RedisIndex:
     async def end_flight(self, key: Digest, owner: str) -> None:
         await self._run(scripts.END_FLIGHT, key, owner)
 
-    async def knows_store(self, store: str) -> bool:
-        return bool(await self._do(lambda: self._redis.sismember(f"{_PREFIX}stores", store)))
+    async def memory(self, store: str) -> str:
+        return str(await self._run(scripts.MEMORY, store))
 
-    async def mark_store(self, store: str) -> None:
-        await self._do(lambda: self._redis.sadd(f"{_PREFIX}stores", store))
+    async def begin_telling(self) -> str:
+        return str(await self._run(scripts.BEGIN_TELLING, uuid.uuid4().hex, _TELLING_S))
+
+    async def mark_store(self, store: str, telling: str) -> bool:
+        return bool(await self._run(scripts.MARK_STORE, store, telling))
 
     # ------------------------------------------------------------------ durability
 

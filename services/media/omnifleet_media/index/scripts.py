@@ -89,6 +89,38 @@ for _, d in ipairs(digests) do redis.call('ZADD', p..'h:'..d, expires, id) end
 return {}
 """
 
+# A server that was killed may have lost the last seconds of its file: what it knew is believed of its own life only.
+LIFE = "local life = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')\n"
+
+MEMORY = (
+    LIFE
+    + """
+local memory = redis.call('HGET', p..'memory', ARGV[2])
+return memory and string.find(memory, life, 1, true) == 1 and memory or ''
+"""
+)
+
+BEGIN_TELLING = (
+    LIFE
+    + """
+local telling = life..'-'..ARGV[2]
+redis.call('SET', p..'t:'..telling, 1, 'EX', ARGV[3])
+return telling
+"""
+)
+
+MARK_STORE = (
+    LIFE
+    + """
+local store, telling = ARGV[2], ARGV[3]
+local memory = redis.call('HGET', p..'memory', store)
+if memory and string.find(memory, life, 1, true) == 1 then return 1 end
+if string.find(telling, life, 1, true) ~= 1 or redis.call('DEL', p..'t:'..telling) == 0 then return 0 end
+redis.call('HSET', p..'memory', store, telling)
+return 1
+"""
+)
+
 RENEW_LEASE = """
 local id, expires, now = ARGV[2], ARGV[3], ARGV[4]
 local found = redis.call('HMGET', p..'l:'..id, 'expires', 'owner', 'run', 'digests')

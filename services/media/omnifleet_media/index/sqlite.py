@@ -24,6 +24,7 @@ Answer = TypeVar("Answer")
 
 _BUSY_S = 10.0
 _CACHE_KIB = 65536
+_SEEN = 65536
 
 
 class SqliteIndex:
@@ -34,6 +35,7 @@ class SqliteIndex:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media-index")
         self._thread.submit(self._open).result()
         self._steps = Together(self._thread, self._run)
+        self._seen: dict[Digest, None] = {}  # keys that are probably known now: those are looked up first
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,8 +318,8 @@ class SqliteIndex:
         def is_known(db: sqlite3.Connection) -> bool:
             return bool(db.execute(tables.KNOWN, (key,)).fetchone()[0])
 
-        if unless_known and await self._read(is_known):  # the write lock is not for those who read
-            return Claim.KNOWN
+        if unless_known and key in self._seen and await self._read(is_known):
+            return Claim.KNOWN  # the write lock is not for those who read
 
         def claim(db: sqlite3.Connection) -> Claim:
             if unless_known and is_known(db):  # since it was read
@@ -328,18 +330,32 @@ class SqliteIndex:
             db.execute("INSERT OR REPLACE INTO flights VALUES (?, ?, ?)", (key, owner, expires_ms))
             return Claim.KNOWN if is_known(db) else Claim.OURS
 
-        return await self._write(claim)
+        answer = await self._write(claim)
+        if answer is not Claim.OTHERS:
+            self._see(key)
+        return answer
+
+    def _see(self, key: Digest) -> None:
+        self._seen[key] = None
+        if len(self._seen) > _SEEN:
+            del self._seen[next(iter(self._seen))]
 
     async def end_flight(self, key: Digest, owner: str) -> None:
         query = "DELETE FROM flights WHERE key = ? AND owner = ?"
         await self._write(lambda db: db.execute(query, (key, owner)))
 
-    async def knows_store(self, store: str) -> bool:
-        query = "SELECT 1 FROM stores WHERE id = ?"
-        return await self._read(lambda db: db.execute(query, (store,)).fetchone() is not None)
+    async def memory(self, store: str) -> str:
+        query = "SELECT id FROM stores WHERE id = ?"
+        found = await self._read(lambda db: db.execute(query, (store,)).fetchone())
+        return str(found[0]) if found else ""
 
-    async def mark_store(self, store: str) -> None:
+    async def begin_telling(self) -> str:
+        """A file that is open loses nothing."""
+        return "file"
+
+    async def mark_store(self, store: str, telling: str) -> bool:
         await self._write(lambda db: db.execute("INSERT OR IGNORE INTO stores VALUES (?)", (store,)))
+        return True
 
     # ------------------------------------------------------------------ durability
 

@@ -7,9 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import numpy.typing as npt
+from typing import TypeVar
 
 from omnifleet.address import (
     alias_key,
@@ -27,7 +25,7 @@ from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Digest, Lease, MediaKind, MediaRef
 from omnifleet_media.address.contract import DecodeContract
 from omnifleet_media.address.manifest import MediaObject, timestamps_us
-from omnifleet_media.decode.request import Decoder
+from omnifleet_media.decode.request import Decoded, Decoder
 from omnifleet_media.index.port import Index, Kind, SegmentRecord, Unit
 from omnifleet_media.ingest.sniff import SourceType, sniff
 from omnifleet_media.ingest.source import Source
@@ -58,7 +56,6 @@ _TRIES = 3
 _SHORT_BYTES = 1 << 20  # hashed in less time than it takes to hand the bytes to a thread
 Answer = TypeVar("Answer")
 Piece = tuple[Blob, bytes | memoryview]
-Array = npt.NDArray[Any]
 ContractOf = Callable[[SourceType], DecodeContract]
 
 
@@ -77,16 +74,16 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
-    """A frame or track of `size` bytes that was decoded. new: it was written, and was not here before.
+class _Kept:
+    """What a decoder's thread made of a source. new: sizes of the frames that were not here.
 
-    data: its bytes, if they have yet to be written; else they were here a moment ago.
+    lacking: what has yet to be written; else all of it was here when `removals` blobs had been removed from the disk.
     """
 
-    blob: Blob
-    size: int
-    new: bool = False
-    data: bytes = b""
+    record: Record
+    new: list[int]
+    lacking: list[Piece]
+    removals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,58 +194,81 @@ class Library:
 
     async def _make(self, alias: Digest, digest: Digest, source: Source, contract: DecodeContract) -> _Made:
         for _ in range(_TRIES):
-            clip = await self._decoder.decode(source, contract, self._keep)
-            self.counters.add("decodes")
-            width, height = clip.size
-            item = MediaObject(
-                kind=clip.kind,
-                frames=tuple(frame.blob.digest for frame in clip.frames),
-                width=width,
-                height=height,
-                timestamps_us=timestamps_us(clip.timestamps_s),
-                facts={"mime": source.type.mime, "source_bytes": str(len(source.data)), **clip.facts},
+            kept = await self._decoder.decode(
+                source, contract, lambda clip: self._keep(alias, digest, source, clip)
             )
-            record = Record(item, alias, digest, len(source.data))
-            new = await self._write_object(record, clip.frames, source)
+            self.counters.add("decodes")
+            new = await self._commit(kept, source)
             if new is not None:
-                return _Made(item, len(new), sum(new))
+                return _Made(kept.record.item, len(new), sum(new))
         raise retryable(
             Reason.OVERLOADED, "frames are evicted as fast as they are stored", knob="media.disk_bytes"
         )
 
-    def _keep(self, frame: Array, sample_rate: int) -> _Frame:
-        """Address a decoded frame or track and, if there clearly is room, write it; in the decoder's thread."""
-        if sample_rate:
-            digest, height, width = track_digest(frame, sample_rate), sample_rate, len(frame)
-        else:
-            digest, (height, width, _) = frame_digest(frame), frame.shape
-        blob, size, data = frame_blob(digest, height, width), frame.nbytes, frame.data.cast("B")
-        if self.store.objects is not None or self.store.disk.used + size > self.config.disk_bytes:
-            return _Frame(blob, size, data=bytes(data))
-        return _Frame(blob, size, new=self.store.write_early(blob, data))
-
-    async def _write_object(
-        self, record: Record, frames: Sequence[_Frame], source: Source
-    ) -> list[int] | None:
-        """Answers the bytes of each frame that is new here; None if one that was here has gone meanwhile."""
-        pieces: dict[Digest, _Frame] = {}
-        for frame in frames:
-            pieces.setdefault(frame.blob.digest, frame)
-        here = [frame for frame in pieces.values() if not frame.data]
-        lacking = [(frame.blob, frame.data) for frame in pieces.values() if frame.data]
-        kept: list[Piece] = [
-            (manifest_blob(record.item.digest), record_bytes(record)),
-            (source_blob(record.source), source.data),
-        ]
-
-        async def commit() -> bool:
-            if not all(self.store.disk.has(frame.blob) for frame in here):
-                return False
+    async def _commit(self, kept: _Kept, source: Source) -> list[int] | None:
+        """Have the index name an object. Answers the sizes of its new frames; None if some have gone meanwhile."""
+        record = kept.record
+        if kept.lacking:
+            return await self._write(
+                kept.lacking, _beside(record, source), lambda: self._index_object(record)
+            )
+        async with self.store.gate.writing():
+            if not self._is_here(kept):
+                return None
             await self._index_object(record)
-            return True
+        return kept.new
 
-        written = await self._write(lacking, kept, commit)
-        return None if written is None else [*written, *(frame.size for frame in here if frame.new)]
+    def _keep(self, alias: Digest, digest: Digest, source: Source, clip: Decoded) -> _Kept:
+        """Address what was decoded and, if there clearly is room, write it; in the decoder's thread.
+
+        Nothing names these blobs yet: they may be collected as orphans until the index does. Uploads to an object
+        store take long, so they are not made here.
+        """
+        width, height = clip.size
+        disk, removals = self.store.disk, self.store.disk.removals
+        fits = disk.used + clip.bytes + len(source.data) <= self.config.disk_bytes
+        early = fits and self.store.objects is None
+        frames: list[Digest] = []
+        pieces: dict[Digest, Piece] = {}
+        new: list[int] = []
+        last: list[Piece] = []
+        for frame in clip.frames:
+            track = clip.kind is MediaKind.AUDIO
+            name = track_digest(frame, height) if track else frame_digest(frame)
+            frames.append(name)
+            if name in pieces:
+                continue
+            piece = frame_blob(name, height, width), frame.data.cast("B")
+            if not early:
+                pieces[name] = piece[0], bytes(piece[1])
+                continue
+            pieces[name] = piece[0], b""
+            if len(piece[1]) == clip.bytes:
+                last = [piece]  # the only one: written with what lies beside it
+            elif self.store.write_early([piece])[0]:
+                new.append(len(piece[1]))
+        item = MediaObject(
+            kind=clip.kind,
+            frames=tuple(frames),
+            width=width,
+            height=height,
+            timestamps_us=timestamps_us(clip.timestamps_s),
+            facts={"mime": source.type.mime, "source_bytes": str(len(source.data)), **clip.facts},
+        )
+        record = Record(item, alias, digest, len(source.data))
+        if not early:
+            return _Kept(record, [], list(pieces.values()))
+        placed = self.store.write_early([*last, *_beside(record, source)])
+        new += [len(data) for (_, data), was_new in zip(last, placed, strict=False) if was_new]
+        return _Kept(record, new, [], removals)
+
+    def _is_here(self, kept: _Kept) -> bool:
+        """Whether all that was written early still is; the gate is held."""
+        if self.store.disk.removals == kept.removals:
+            return True
+        record = kept.record
+        blobs = [*object_blobs(record.item), source_blob(record.source)]
+        return all(self.store.disk.has(blob) for blob in blobs)
 
     async def _index_object(self, record: Record) -> None:
         source = (record.source, record.source_bytes)
@@ -260,27 +280,27 @@ class Library:
         await self.index.sync()
 
     async def _write(
-        self, pieces: Sequence[Piece], kept: Sequence[Piece], commit: Callable[[], Awaitable[bool]]
-    ) -> list[int] | None:
+        self, pieces: Sequence[Piece], kept: Sequence[Piece], commit: Callable[[], Awaitable[None]]
+    ) -> list[int]:
         """Bytes first, then the index: a kill in between leaves orphans, never a promise without bytes.
 
-        Answers the sizes of those of `pieces` that were not here before; `kept` is written with them. None if `commit`
-        would not.
+        Answers the sizes of those of `pieces` that were not here before; `kept` is written with them.
         """
         new = [len(data) for blob, data in pieces if not self.store.disk.has(blob)]
         room = sum(new) + sum(len(data) for blob, data in kept if not self.store.disk.has(blob))
         await self.retention.make_room(room)
         async with self.store.gate.writing():
             await asyncio.to_thread(self.store.write, [*pieces, *kept])
-            return new if await commit() else None
+            await commit()
+        return new
 
     # ------------------------------------------------------------------ out
 
     async def read(self, digest: Digest) -> MediaObject:
         """A media object. Raises OmnifleetError: NOT_FOUND; UNAVAILABLE while the index is told what is here."""
         item = await self.index.read_object(digest) or await self.recovery.restore(digest)
+        item = item or await self.retention.surely(lambda: self.index.read_object(digest))
         if item is None:
-            await self.retention.refuse_unless_known()
             raise OmnifleetError(
                 Reason.NOT_FOUND, f"no media object {digest or '(no digest given)'} is here; upload it"
             )
@@ -290,8 +310,8 @@ class Library:
     async def blob(self, kind: Kind, digest: Digest) -> Blob:
         """A known blob. Raises OmnifleetError: NOT_FOUND; UNAVAILABLE while the index is told what is here."""
         blob = await find_blob(self.index, kind, digest)
+        blob = blob or await self.retention.surely(lambda: find_blob(self.index, kind, digest))
         if blob is None:
-            await self.retention.refuse_unless_known()
             raise OmnifleetError(Reason.NOT_FOUND, f"no {kind} {digest or '(no digest given)'} is here")
         return blob
 
@@ -309,6 +329,21 @@ class Library:
             return ""
         self.counters.add("shm_maps")
         return str(path)
+
+    async def map_frames(self, item: MediaObject) -> str:
+        """Where a same-host reader may map the first frame of an object; all others are in the same folder then, if
+        they fit. "" if they do not.
+
+        Raises OmnifleetError: MEDIA_LOST, CORRUPT.
+        """
+        if item.bytes > self.config.shared_memory_bytes:
+            return ""
+        blobs = [frame_blob(frame, item.height, item.width) for frame in dict.fromkeys(item.frames)]
+        paths = [self.store.shared.path(blob) for blob in blobs]
+        if None in paths:
+            paths = await asyncio.to_thread(lambda: [self.store.map_path(blob) for blob in blobs])
+        self.counters.add("shm_maps", sum(path is not None for path in paths))
+        return str(paths[0] or "")
 
     async def holds(self, blobs: Iterable[Blob]) -> bool:
         """Whether the bytes of all blobs are here, or in the object store."""
@@ -380,12 +415,7 @@ class Library:
             key, media, fingerprint, answer["token_count"], tuple(answer["grid"]), len(body), content
         )
         blob = segment_blob(key, content)
-
-        async def commit() -> bool:
-            await self.index.write_segment(record, now_ms())
-            return True
-
-        await self._write([(blob, body)], [], commit)
+        await self._write([(blob, body)], [], lambda: self.index.write_segment(record, now_ms()))
         return record
 
     async def _joined(self, item: MediaObject) -> memoryview:
@@ -402,6 +432,12 @@ class Library:
             return []
         step = -(-len(item.timestamps_us) // record.grid[0])
         return [us / 1_000_000 for us in item.timestamps_us[::step]]
+
+
+def _beside(record: Record, source: Source) -> list[Piece]:
+    """What is stored beside the frames of an object."""
+    manifest = manifest_blob(record.item.digest), record_bytes(record)
+    return [manifest, (source_blob(record.source), source.data)]
 
 
 async def _computed(size: int, digest: Callable[[], Answer]) -> Answer:

@@ -21,7 +21,7 @@ _LOOK_S = 1.0
 
 
 class Recovery:
-    """Until the index knows a store, nothing of it may be called lost or an orphan (`Retention.refuse_unless_known`)."""
+    """Until the index knows a store, nothing of it may be called lost or an orphan (`Retention.surely`)."""
 
     def __init__(self, store: Store, index: Index, counters: Counters) -> None:
         self._store, self._index, self._counters = store, index, counters
@@ -38,14 +38,15 @@ class Recovery:
     async def recover(self) -> int:
         """Tell an index that does not know the store all objects on its disk; answers how many it did not know."""
         disk = self._store.disk
-        if await self._index.knows_store(disk.id):
+        if await self._index.memory(disk.id):
             return 0
-        told = 0
+        telling, told = await self._index.begin_telling(), 0
         for digest in await asyncio.to_thread(lambda: [d for _, d, _ in disk.walk(Kind.MANIFEST)]):
             if await self._index.read_object(digest) is None and await self.restore(digest) is not None:
                 told += 1
-        await self._index.mark_store(disk.id)
-        if told:
+        if not await self._index.mark_store(disk.id, telling):
+            log.warning("the index lost its memory while it was told %d objects", told)
+        elif told:
             log.warning("the index had lost its memory and was told %d objects", told)
         return told
 

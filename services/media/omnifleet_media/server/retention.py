@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
@@ -17,6 +18,8 @@ from omnifleet_media.index.port import BlobName, Entry, Index, Kind, Unit
 from omnifleet_media.server.blobs import find_blob, frame_blob, manifest_blob
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.tiers import Store
+
+Found = TypeVar("Found")
 
 log = logging.getLogger("omnifleet.media")
 
@@ -97,9 +100,14 @@ class Retention:
             if self._admit is not None:
                 await self._admit(run, digests)
             lease = Lease(uuid.uuid4().hex, owner, run, now_ms() + ttl_ms)
-            missing = await self._index.take_lease(lease, digests)
-        if missing:
-            await self.refuse_unless_known()
+            missing: list[Digest] = []
+
+            async def take() -> bool:
+                missing[:] = await self._index.take_lease(lease, digests)
+                return not missing
+
+            taken = await take() or await self.surely(take)
+        if not taken:
             raise OmnifleetError(
                 Reason.MEDIA_LOST,
                 f"{len(missing)} of {len(digests)} digests are not here: {', '.join(missing[:4])}",
@@ -122,12 +130,20 @@ class Retention:
         self.leases_active = max(self.leases_active - released, 0)
         return released
 
-    async def refuse_unless_known(self) -> None:
-        """What the index does not know may be here all the same while it is told anew.
+    async def surely(self, look: Callable[[], Awaitable[Found]]) -> Found:
+        """`look` again for what the index does not know: it may be here all the same while the index is told anew.
 
-        Raises OmnifleetError(UNAVAILABLE), retryable, as long as it does not know this store.
+        Raises OmnifleetError(UNAVAILABLE), retryable, if nothing is found and the index lacked its memory, or lost it.
         """
-        if not await self._index.knows_store(self._store.disk.id):
+        memory = await self._index.memory(self._store.disk.id)
+        found = await look()
+        if not found:
+            await self._refuse_unless(memory)
+        return found
+
+    async def _refuse_unless(self, memory: str) -> None:
+        """Raises OmnifleetError(UNAVAILABLE) unless the index has remembered ever since it told this memory's name."""
+        if not memory or memory != await self._index.memory(self._store.disk.id):
             raise retryable(
                 Reason.UNAVAILABLE,
                 "the index has lost its memory and is being told what the store holds",
@@ -238,8 +254,9 @@ class Retention:
             if not unknown:
                 continue
             async with self._store.gate.removing():  # nobody is about to rely on a file that is unknown now
+                memory = await self._index.memory(self._store.disk.id)
                 unknown = [file for file in unknown if await self._is_unknown(file)]
-                await self.refuse_unless_known()
+                await self._refuse_unless(memory)
                 found.orphans += len(unknown)
                 for kind, digest, size in unknown:
                     found.freed_bytes += size if dry_run else self._store.remove(kind, digest)

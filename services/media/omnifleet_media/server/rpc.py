@@ -163,8 +163,13 @@ class MediaRpc(MediaServicer):
     async def Stat(self, request: media_pb2.StatRequest, context: Any) -> media_pb2.StatReply:
         digest = checked(request.digest)
         item = await self._library.read(digest)
-        tiers = await self._library.tiers(frame_blob(item.frames[0], item.height, item.width))
-        leases = await self._library.index.count_leases(digest, now_ms())
+        if request.same_host:
+            path = await self._library.map_frames(item)
+            return media_pb2.StatReply(info=object_info(item), shm_path=path)
+        tiers, leases = await asyncio.gather(
+            self._library.tiers(frame_blob(item.frames[0], item.height, item.width)),
+            self._library.index.count_leases(digest, now_ms()),
+        )
         return media_pb2.StatReply(info=object_info(item), leases=leases, tiers=tiers)
 
     async def TakeLease(self, request: media_pb2.TakeLeaseRequest, context: Any) -> common_pb2.Lease:

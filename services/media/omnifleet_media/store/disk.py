@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from omnifleet.errors import OmnifleetError, Reason
@@ -35,6 +35,7 @@ class DiskTier:
             self._hold, alone = _join(root / "lock")
             self._scratch = HeldFolder(root / _SCRATCH_DIR, "writer-")
             self._usage = Usage(root / "usage")
+            self._removals = Usage(root / "removals")
             self.gate = Gate(root)
             self.id = _identity(root / "id", self._scratch.path)
             if alone:
@@ -49,6 +50,11 @@ class DiskTier:
     def used(self) -> int:
         """Bytes of all blobs, whichever process wrote them."""
         return self._usage.value
+
+    @property
+    def removals(self) -> int:
+        """How many blobs were removed, by whichever process: as long as it stays the same, what was here is here."""
+        return self._removals.value
 
     def path(self, kind: str, digest: Digest) -> Path:
         """Where a blob is, if it is there."""
@@ -70,29 +76,36 @@ class DiskTier:
 
     def write(self, blob: Blob, data: bytes | memoryview) -> bool:
         """Store a blob; False if it was here. Raises OmnifleetError(DISK_FULL); nothing half-written is left."""
-        path = self._name(*blob.key)
+        return self.write_all([(blob, data)])[0]
+
+    def write_all(self, pieces: Sequence[tuple[Blob, bytes | memoryview]]) -> list[bool]:
+        """Store blobs that are counted together; each whole or not at all. Raises OmnifleetError(DISK_FULL)."""
+        lacking = [(blob, data) for blob, data in pieces if not self.has(blob)]
+        size = sum(memoryview(data).nbytes for _, data in lacking)
+        placed: dict[tuple[str, Digest], int] = {}
         try:
-            return not os.path.exists(path) and self._place(path, data)
+            if lacking:
+                self._usage.add(size)
+            for blob, data in lacking:
+                if self._place(self._name(*blob.key), data):
+                    placed[blob.key] = memoryview(data).nbytes
         except OSError as error:
             if error.errno in FULL:
                 raise OmnifleetError(
                     Reason.DISK_FULL,
-                    f"no space left under {self._root} for {len(data)} bytes; free the disk, move the store "
+                    f"no space left under {self._root} for {size} bytes; free the disk, move the store "
                     "(media.store) or lower media.disk_bytes",
                     knob="media.store",
                 ) from error
             raise
+        finally:
+            unplaced = size - sum(placed.values())
+            if unplaced:
+                self._usage.add(-unplaced)
+        return [blob.key in placed for blob, _ in pieces]
 
     def _place(self, path: str, data: bytes | memoryview) -> bool:
-        size = memoryview(data).nbytes
-        self._usage.add(size)
-        placed = False
-        try:
-            placed = write_whole(path, data, scratch_dir=self._scratch.path, make_folder=True)
-        finally:
-            if not placed:
-                self._usage.add(-size)
-        return placed
+        return write_whole(path, data, scratch_dir=self._scratch.path, make_folder=True)
 
     def sync(self, blob: Blob) -> None:
         """Make a stored blob survive a power cut: the file and the folders that lead to it."""
@@ -127,6 +140,7 @@ class DiskTier:
         path = self.path(kind, digest)
         try:
             size = path.stat().st_size
+            self._removals.add(1)
             path.unlink()
         except FileNotFoundError:
             return 0
@@ -156,6 +170,7 @@ class DiskTier:
         """Let the folder go."""
         self._scratch.close()
         self._usage.close()
+        self._removals.close()
         os.close(self._hold)
 
 

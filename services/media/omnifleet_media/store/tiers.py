@@ -6,7 +6,7 @@ Methods that read or write bytes block: callers run them in threads. Whoever wri
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,16 +59,17 @@ class Store:
             if blob.shared and self._policy.share_on_put:
                 self.shared.write(blob, memoryview(data).cast("B"))
 
-    def write_early(self, blob: Blob, data: memoryview) -> bool:
-        """Store a blob before the gate is held and before the index is about to name it; False if it was here.
+    def write_early(self, pieces: Sequence[tuple[Blob, bytes | memoryview]]) -> list[bool]:
+        """Store blobs before the gate is held and before the index is about to name them; False for what was here.
 
-        It may be collected as an orphan meanwhile: whoever holds the gate later looks again. Not for a store with an
+        They may be collected as orphans meanwhile: whoever holds the gate later looks again. Not for a store with an
         object store, whose uploads take long. Raises OmnifleetError(DISK_FULL).
         """
         assert self.objects is None
-        placed = self.disk.write(blob, data)
-        if blob.shared and self._policy.share_on_put:
-            self.shared.write(blob, data)
+        placed = self.disk.write_all(pieces)
+        for blob, data in pieces if self._policy.share_on_put else ():
+            if blob.shared:
+                self.shared.write(blob, memoryview(data).cast("B"))
         return placed
 
     def sync(self, blobs: Iterable[Blob]) -> None:

@@ -1,4 +1,4 @@
-"""Bytes in use, counted by all processes of one store together."""
+"""Numbers that all processes of one store count together: bytes in use, blobs removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COUNT = struct.Struct("<q")
 
 
 class Usage:
-    """A counter in a mapped file. Writers count before they write, so a kill leaves it too high, never too low."""
+    """A counter in a mapped file. Who writes or removes counts first: a kill leaves it too high, never too low."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -23,11 +23,11 @@ class Usage:
 
     @property
     def value(self) -> int:
-        """Bytes in use now."""
+        """The count now."""
         return int(_COUNT.unpack_from(self._map)[0])
 
     def add(self, size: int) -> None:
-        """Count `size` more bytes; negative: fewer."""
+        """Count `size` more; negative: fewer."""
         with self._lock:  # threads of this process share the descriptor, and with it the file lock
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
