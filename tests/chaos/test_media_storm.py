@@ -137,7 +137,9 @@ async def test_kills_lose_nothing_that_was_acknowledged(
     chance = random.Random(services)
     storm = Storm()
     (tmp_path / "store").mkdir()
-    with redis_server() as redis:
+    with redis_server(
+        "--appendfsync", "always"
+    ) as redis:  # else a killed Redis may forget a lease of its last seconds
         async with AsyncExitStack() as stack:
             running = [Service(tmp_path / f"run{i}", tmp_path / "store", redis) for i in range(services)]
             for service in running:

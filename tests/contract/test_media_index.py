@@ -251,10 +251,15 @@ async def test_an_object_is_found_by_its_alias(index: Index) -> None:
 
 
 async def test_a_store_is_known_once_it_is_marked(index: Index) -> None:
-    assert not await index.knows_store("disk")
-    await index.mark_store("disk")
-    assert await index.knows_store("disk")
-    assert not await index.knows_store("another")
+    assert not await index.memory("disk")
+    assert await index.mark_store("disk", await index.begin_telling())
+    memory = await index.memory("disk")
+    assert memory
+    assert not await index.memory("another")
+    assert await index.mark_store(
+        "disk", await index.begin_telling()
+    )  # by a second service of the same store
+    assert await index.memory("disk") == memory
 
 
 async def test_concurrent_holders_are_counted_right(index: Index) -> None:

@@ -62,6 +62,24 @@ async def test_a_restart_is_waited_for_and_loses_nothing(server: RedisServer) ->
         assert await index.count_leases(SOURCE, 50) == 1
 
 
+async def test_what_was_told_is_believed_of_one_life_of_the_server_only(server: RedisServer) -> None:
+    async with index_at(server.url, patience_s=60) as index:
+        early = await index.begin_telling()
+        assert await index.mark_store("disk", await index.begin_telling())
+        memory = await index.memory("disk")
+        assert memory
+        server.kill()
+        await asyncio.to_thread(server.start)
+        assert await index.memory("disk") == "", "the end of its file may be lost"
+        assert not await index.mark_store("disk", early), "half of it was told to the life before"
+        assert await index.mark_store("disk", await index.begin_telling())
+        assert await index.memory("disk") not in ("", memory)
+        between = await index.begin_telling()
+        server.ask("FLUSHALL")
+        assert not await index.mark_store("disk", between)
+        assert await index.memory("disk") == ""
+
+
 async def test_a_redis_that_stays_away_is_unavailable(server: RedisServer) -> None:
     async with index_at(server.url, patience_s=0.3) as index:
         server.kill()
