@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,9 +47,14 @@ def add_to(app: typer.Typer) -> None:
     app.command(hidden=True)(supervise)
 
 
-def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
-    """Load a recipe; `model.path: tiny` becomes the cached tiny checkpoint, made now if need be."""
+def resolve_model(recipe_name: str, overrides: list[str], launcher: str = "local") -> Recipe:
+    """Load a recipe; `model.path: tiny` becomes the cached tiny checkpoint, made now if need be.
+
+    What can't come up is said first: raises PORT_TAKEN, MODEL_MISSING.
+    """
     recipe = load_recipe(recipe_name, overrides)
+    if launcher == "local" and not is_up(recipe.run_dir):
+        check_ports(recipe)
     if recipe.model.path != "tiny":
         check_model(recipe)
         return recipe
@@ -62,6 +69,22 @@ def resolve_model(recipe_name: str, overrides: list[str]) -> Recipe:
             knob="model.path",
         )
     return load_recipe(recipe_name, [*overrides, f"model.path={made.stdout.strip().splitlines()[-1]}"])
+
+
+def check_ports(recipe: Recipe) -> None:
+    """Raises PORT_TAKEN if another program of this machine listens where a service of the recipe is to."""
+    for section in ("media", "reward", "gateway", "trainer"):
+        for field in ("listen", "http_listen"):
+            host, _, port = getattr(getattr(recipe, section), field).rpartition(":")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host.strip("[]"), int(port)))
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:  # the rest is the service's to say
+                        message = f"{host}:{port} is taken; 0 picks a free port"
+                        raise OmnifleetError(Reason.PORT_TAKEN, message, knob=f"{section}.{field}") from error
 
 
 def start_services(
@@ -153,7 +176,7 @@ def up(
     engine: EngineOption = "vllm",
 ) -> None:
     """Start media, reward, gateway and rollout workers of a recipe, and keep them alive in the background."""
-    loaded = resolve_model(recipe, overrides or [])
+    loaded = resolve_model(recipe, overrides or [], launcher)
     try:
         run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
     except KeyboardInterrupt:
@@ -185,7 +208,7 @@ def train(
     """
     from omnifleet.cli.watch import watch_training
 
-    loaded = resolve_model(recipe, overrides or [])
+    loaded = resolve_model(recipe, overrides or [], launcher)
     if _is_done(loaded):
         console.print(f"{loaded.run.name} is done: {_outcome(loaded.run_dir)}")
         console.print("trainer.steps=N extends it, run.name=NAME starts another", highlight=False)

@@ -121,7 +121,7 @@ async def test_ASY_10_a_run_goes_on_after_however_many_pauses(tmp_path: Path, cy
             w.controller.resume()
             await asyncio.sleep(chance.choice((0, 0, 0.0002, 0.001)))
         step = w.controller.step
-        await until(lambda: w.controller.step > step + 1, 5)
+        await until(lambda: w.controller.step > step + 1, 60)
         w.controller.stop(checkpoint=False)
         assert await asyncio.wait_for(running_on, 10) is False
         counts = w.ledger.counts()
