@@ -1,4 +1,4 @@
-"""An OpenAI address of one episode, for agents that ask a model themselves: they get a base URL and a key, nothing else.
+"""An OpenAI address of one episode, for agents that ask a model themselves: they get a base URL, nothing else.
 
 What they ask goes to the gateway under the episode's own terms and becomes a turn of its session. One server a process.
 """
@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from omnifleet.environments.session import Session
 from omnifleet.errors import OmnifleetError, Reason, invalid
@@ -43,8 +43,8 @@ class Endpoint:
         self._moving = asyncio.Lock()
 
     @asynccontextmanager
-    async def seat(self, session: Session) -> AsyncIterator[tuple[str, str]]:
-        """Base URL (with /v1) and API key for one episode, good until the end of the block.
+    async def seat(self, session: Session) -> AsyncIterator[str]:
+        """The base URL (with /v1) of one episode, good until the end of the block; any API key will do.
 
         A block that raises after the gateway refused ends with that refusal: no fault of the agent.
         """
@@ -55,7 +55,7 @@ class Endpoint:
                 self._address = await self._stack.enter_async_context(serving)
             self._seats[key] = seat
         try:
-            yield f"http://{self._address}/v1", key
+            yield f"http://{self._address}/{key}/v1"
         except Exception as error:
             if seat.failure is not None:
                 raise seat.failure from error
@@ -69,20 +69,23 @@ class Endpoint:
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
 
-        @app.post("/v1/chat/completions")
-        async def chat(http: Request) -> JSONResponse:
+        @app.post("/{key}/v1/chat/completions")
+        async def chat(key: str, http: Request) -> Response:
             try:
-                return JSONResponse(await self._chat(http))
+                body = await _body(http)
+                reply = await self._chat(key, body)
             except OmnifleetError as error:
                 return error_response(error)
+            if body.get("stream"):
+                return StreamingResponse(_stream(reply), media_type="text/event-stream")
+            return JSONResponse(reply)
 
         return app
 
-    async def _chat(self, http: Request) -> dict[str, Any]:
-        seat = self._seats.get(http.headers.get("authorization", "").removeprefix("Bearer "))
+    async def _chat(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        seat = self._seats.get(key)
         if seat is None:
-            raise OmnifleetError(Reason.UNAUTHENTICATED, "no episode has this key")
-        body = await _body(http)
+            raise OmnifleetError(Reason.UNAUTHENTICATED, "no episode has this address")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         tools, template = body.get("tools") or (), body.get("chat_template_kwargs") or {}
         async with seat.turn:
@@ -103,6 +106,18 @@ class Endpoint:
         }
 
 
+async def _stream(reply: Mapping[str, Any]) -> AsyncIterator[str]:
+    """The whole reply as one chunk, then the usage."""
+    (choice,) = reply["choices"]
+    calls = [{"index": at, **call} for at, call in enumerate(choice["message"].get("tool_calls") or ())]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    kept = {name: reply[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    said = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}
+    for chunk in ({**kept, "choices": [said]}, {**kept, "choices": [], "usage": reply["usage"]}):
+        yield f"data: {json.dumps(chunk)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
 async def _body(http: Request) -> dict[str, Any]:
     if int(http.headers.get("content-length") or 0) > _BODY_BYTES:
         raise invalid(f"the body is larger than {_BODY_BYTES} bytes", reason=Reason.LIMIT_EXCEEDED)
@@ -112,8 +127,8 @@ async def _body(http: Request) -> dict[str, Any]:
         raise invalid(f"the body is not JSON: {error}") from error
     if not isinstance(body, Mapping) or not isinstance(body.get("messages"), list):
         raise invalid("messages is missing")
-    if body.get("stream") or (body.get("n") or 1) != 1:
-        raise invalid("an episode's replies come whole and one at a time: leave out stream and n")
+    if (body.get("n") or 1) != 1:
+        raise invalid("an episode has one reply at a time: leave out n")
     if body.get("tool_choice") not in (None, "auto"):
         raise invalid(
             "tool_choice is auto here: to force a call would change what the tokens are sampled from"

@@ -48,7 +48,7 @@ import httpx
 
 async def solve(text, *, base_url, api_key):
     body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {api_key}"}, trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False) as client:
         reply = await client.post(f"{base_url}/chat/completions", json=body)
     return float(reply.json()["choices"][0]["message"]["content"])
 """

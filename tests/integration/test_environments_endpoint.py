@@ -25,13 +25,17 @@ class Agent(Environment):
 
     async def run(self, session: Session) -> Outcome:
         async with (
-            self._endpoint.seat(session) as (url, key),
-            openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client,
+            self._endpoint.seat(session) as url,
+            openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client,
         ):
             said: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
             for _ in range(2):
-                reply = await client.chat.completions.create(model="policy", messages=said, temperature=9)
-                text = reply.choices[0].message.content or ""
+                if session.task.text == "stream":
+                    chunks = await client.chat.completions.create(model="policy", messages=said, stream=True)
+                    text = "".join([c.choices[0].delta.content or "" async for c in chunks if c.choices])
+                else:
+                    reply = await client.chat.completions.create(model="policy", messages=said, temperature=9)
+                    text = reply.choices[0].message.content or ""
                 said += [{"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
                 if session.task.text == "edit":
                     said[0]["content"] = "goodbye"
@@ -61,8 +65,12 @@ async def test_what_an_agent_asks_by_itself_is_the_episode(tmp_path: Path) -> No
         assert [r.identity.session for r in worker.requests[-2:]] == ["s", "s"]
 
         worker.replies += replies
+        streamed = await play(agent, order(Task("t", "stream"), "streamed"), http)
+        assert streamed == played
+
+        worker.replies += replies
         played = await play(agent, order(Task("t", "nonsense"), "other"), http)
-        assert isinstance(played.outcome, PromptError) and "leave out stream and n" in played.outcome.message
+        assert isinstance(played.outcome, PromptError) and "leave out n" in played.outcome.message
 
         worker.replies += replies
         played = await play(agent, order(Task("t", "edit"), "edited"), http)
