@@ -73,7 +73,7 @@ def resolve_model(recipe_name: str, overrides: list[str], launcher: str = "local
 
 def check_ports(recipe: Recipe) -> None:
     """Raises PORT_TAKEN if another program of this machine listens where a service of the recipe is to."""
-    for section in ("media", "reward", "gateway", "trainer"):
+    for section in ("media", "reward_service", "gateway", "trainer"):
         for field in ("listen", "http_listen"):
             host, _, port = getattr(getattr(recipe, section), field).rpartition(":")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -112,7 +112,7 @@ async def test_ASY_10_a_run_goes_on_after_however_many_pauses(tmp_path: Path, cy
     async def sometimes_slow(identity: Identity, answer: Generation) -> None:
         await asyncio.sleep(chance.choice((0, 0, 0.0005, 0.002)))
 
-    with world(tmp_path, steps=10**6, prompts_per_step=4, max_staleness=1) as w:
+    with world(tmp_path, steps=10**6, prompts_per_step=4, max_staleness=1, max_epochs=10**6) as w:
         w.rollout.behave = sometimes_slow
         running_on = asyncio.create_task(w.controller.run())
         for _ in range(cycles):
@@ -121,7 +121,7 @@ async def test_ASY_10_a_run_goes_on_after_however_many_pauses(tmp_path: Path, cy
             w.controller.resume()
             await asyncio.sleep(chance.choice((0, 0, 0.0002, 0.001)))
         step = w.controller.step
-        await until(lambda: w.controller.step > step + 1, 60)
+        await until(lambda: w.controller.step > step + 1, 30)
         w.controller.stop(checkpoint=False)
         assert await asyncio.wait_for(running_on, 10) is False
         counts = w.ledger.counts()
