@@ -1,7 +1,6 @@
-"""The same source over every route gives the same object, or is refused for the same reason.
+"""The same source over every route (tests/contract/every_route.py) gives the same object, or is refused for the same reason.
 
-Routes: a data URL, an HTTP upload (raw and form), a URL that the service fetches, a path under an allowed folder, and
-gRPC. The rules of decoding are tested one by one in tests/unit/test_media_*; here each field case takes every way in.
+The rules of decoding are tested one by one in tests/unit/test_media_*; here each field case takes every way in.
 """
 
 from __future__ import annotations
@@ -13,162 +12,42 @@ import itertools
 import json
 import struct
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-import pytest_asyncio
-from google.protobuf.json_format import MessageToDict
 from PIL import Image
 
 from omnifleet.address import track_digest
-from omnifleet.client.media import MediaClient
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.types import Digest, MediaKind, MediaRef
-from omnifleet.wire import media_pb2
-from omnifleet.wire.errors import HTTP_STATUS
+from omnifleet.types import MediaKind, MediaRef
 from omnifleet_media.ingest.frame_manifest import FrameManifest
-from tests.contract.media_world import running
-from tests.contract.picture_server import PictureServer, ok, picture_server
+from tests.contract.every_route import (
+    Contract,
+    Put,
+    Route,
+    Service,
+    answered,
+    by_grpc,
+    by_upload,
+    encoded,
+    named,
+    of,
+    png,
+    route,
+    service,
+)
 from tests.media_files import clip, greys, h264, sound
 from tests.unit.test_media_clips import animation, trimmed, turned
 
+__all__ = ["route", "service"]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-Contract = media_pb2.DecodeContract
 RED, GREEN, BLUE, YELLOW = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)
 WHITE, BLACK = (255, 255, 255), (0, 0, 0)
 
 
-@dataclass
-class Service:
-    """A running service with every route open."""
-
-    client: MediaClient
-    http: httpx.AsyncClient
-    web: PictureServer
-    folder: Path
-    numbers: itertools.count[int] = field(default_factory=itertools.count)
-
-
-@dataclass(frozen=True)
-class Put:
-    """A source, the slot it goes into and its contract."""
-
-    data: bytes
-    kind: MediaKind = MediaKind.IMAGE
-    contract: Contract = field(default_factory=Contract)
-
-    @property
-    def query(self) -> list[tuple[str, str]]:
-        fields = MessageToDict(self.contract, preserving_proto_field_name=True)
-        pairs = [("run", "run"), ("kind", str(self.kind))]
-        for name, value in fields.items():
-            pairs += [(name, str(v)) for v in (value if isinstance(value, list) else [value])]
-        return pairs
-
-
-Route = Callable[[Service, Put], Awaitable[MediaRef]]
-
-
-async def by_grpc(service: Service, put: Put) -> MediaRef:
-    reply = await service.client.put(put.data, "run", kind=put.kind, contract=put.contract)
-    return MediaRef(put.kind, Digest(reply.ref.digest))
-
-
-async def by_data_url(service: Service, put: Put) -> MediaRef:
-    url = b"data:application/octet-stream;base64," + base64.b64encode(put.data)
-    return await by_grpc(service, Put(url, put.kind, put.contract))
-
-
-async def by_path(service: Service, put: Put) -> MediaRef:
-    file = service.folder / str(next(service.numbers))
-    file.write_bytes(put.data)
-    return await _by_url(service, put, str(file))
-
-
-async def by_url(service: Service, put: Put) -> MediaRef:
-    path = f"/{next(service.numbers)}"
-    service.web.answers[path] = ok(put.data)
-    return await _by_url(service, put, service.web.url(path))
-
-
-async def _by_url(service: Service, put: Put, url: str) -> MediaRef:
-    reply = await service.client.put_url(url, "run", kind=put.kind, contract=put.contract)
-    return MediaRef(put.kind, Digest(reply.ref.digest))
-
-
-async def by_upload(service: Service, put: Put) -> MediaRef:
-    return _answered(await service.http.post("/v1/media", params=put.query, content=put.data), put)
-
-
-async def by_form(service: Service, put: Put) -> MediaRef:
-    return _answered(
-        await service.http.post("/v1/media", params=put.query, files={"file": ("x", put.data)}), put
-    )
-
-
-def _answered(answer: httpx.Response, put: Put) -> MediaRef:
-    body = answer.json()
-    if answer.status_code == 200:
-        return MediaRef(put.kind, Digest(body["digest"]))
-    reason = Reason(body["error"]["code"])
-    assert answer.status_code == HTTP_STATUS[reason]
-    raise OmnifleetError(reason, body["error"]["message"], knob=body["error"]["knob"])
-
-
-ROUTES: dict[str, Route] = {
-    "data URL": by_data_url,
-    "upload": by_upload,
-    "form": by_form,
-    "URL": by_url,
-    "path": by_path,
-    "gRPC": by_grpc,
-}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
-    folder = tmp_path_factory.mktemp("routes")
-    (folder / "files").mkdir()
-    async with picture_server() as web:
-        sources = {
-            "roots": [folder / "files"],
-            "hosts": [f"127.0.0.1:{web.port}"],
-            "networks": ["127.0.0.0/8"],
-        }
-        async with (
-            running(folder, sources=sources, limits={"decode_seconds": 120.0}) as made,
-            MediaClient.open(made.grpc, deadline_s=120) as client,
-            httpx.AsyncClient(base_url=f"http://{made.http}", timeout=120) as http,
-        ):
-            yield Service(client, http, web, folder / "files")
-
-
-@pytest.fixture(params=ROUTES)
-def route(request: pytest.FixtureRequest) -> Route:
-    return ROUTES[request.param]
-
-
 # ---------------------------------------------------------------------- what the cases are made of
-
-
-def encoded(picture: Image.Image, codec: str = "PNG", **options: Any) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, codec, **options)
-    return out.getvalue()
-
-
-def of(*rows: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    return np.array(rows, np.uint8)
-
-
-def png(pixels: np.ndarray, **options: Any) -> bytes:
-    return encoded(Image.fromarray(pixels), **options)
 
 
 def oriented() -> bytes:
@@ -194,6 +73,7 @@ HALVES = np.zeros((32, 64, 3), np.uint8)
 HALVES[:, :32], HALVES[:, 32:] = RED, BLUE
 B_FRAMES = h264(greys(24))
 FFV1 = clip(greys(30))
+LONG = clip(greys(300, (16, 16)), 30)
 AAC = sound(np.zeros((1, 44_100), np.float32), 44_100, codec="aac", container="mp4")
 TONE = (0.5 * np.sin(np.arange(8_000) / 5)).astype(np.float32)[None]
 
@@ -216,6 +96,20 @@ PICTURES = {
     "IMG-08 animation": (Put(GIF), of([RED] * 2, [RED] * 2)),
     "IMG-10 whole": (Put(NOISE), np.asarray(Image.open(io.BytesIO(NOISE)))),
     "IMG-19 bilevel": (Put(encoded(Image.new("1", (2, 2), 1))), of([WHITE] * 2, [WHITE] * 2)),
+    **{
+        f"IMG-19 {mode}": (Put(encoded(Image.new(mode, (2, 2), colour))), of([seen] * 2, [seen] * 2))
+        for mode, colour, seen in (
+            ("L", 7, (7, 7, 7)),
+            ("LA", (7, 255), (7, 7, 7)),
+            ("I;16", 257, (1, 1, 1)),
+            ("RGB", GREEN, GREEN),
+            ("RGBA", (*GREEN, 255), GREEN),
+        )
+    },
+    "IMG-19 grey JPEG": (
+        Put(encoded(Image.new("L", (2, 2), 255), "JPEG")),
+        of([WHITE] * 2, [WHITE] * 2),
+    ),
     "IMG-19 palette": (Put(encoded(Image.new("RGB", (2, 2), BLUE).quantize(4))), of([BLUE] * 2, [BLUE] * 2)),
     "IMG-20 junk behind": (Put(PIXEL + bytes(1 << 20)), of([RED])),
     "HSH-05 black": (
@@ -230,8 +124,10 @@ CLIPS = {
     "VID-06": (picked(B_FRAMES, 23, 0, 12, 12, 5), [230, 0, 120, 120, 50], [2.3, 0, 1.2, 1.2, 0.5]),
     "VID-07": (uniform(FFV1[: len(FFV1) * 6 // 10], 8), None, None),
     "VID-09 one frame": (uniform(clip(greys(1)), temporal_patch=2), [0], [0]),
+    "VID-09 two frames": (uniform(clip(greys(2), 30), fps=1, temporal_patch=2), [0], [0]),
     "VID-13": (uniform(clip(greys(5, (65, 49)))), [0, 10, 20, 30, 40], [i / 10 for i in range(5)]),
-    "VID-15": (uniform(clip(greys(300, (16, 16)), 30), 4, fps=1, temporal_patch=2), None, None),
+    "VID-15 count": (uniform(LONG, 16, temporal_patch=2), None, None),
+    "VID-15 both": (uniform(LONG, 4, fps=1, temporal_patch=2), None, None),
     "edit list": (picked(trimmed(B_FRAMES, 0.5, 1000), 0, 9), [50, 140], [0, 0.9]),
     "nemotron_vl": (
         Put(B_FRAMES, MediaKind.VIDEO, Contract(sampling="nemotron_vl@1", num_frames=4, temporal_patch=2)),
@@ -245,12 +141,17 @@ REFUSED = {
     "IMG-20 page": (Put(b"<html><body>not found</body></html>"), Reason.INVALID_MEDIA, "<html>"),
     "IMG-20 drawing": (Put(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), Reason.INVALID_MEDIA, "<svg"),
     "VID-05 beyond": (picked(B_FRAMES, 24), Reason.INVALID_REQUEST, "0 to 23"),
+    "SEC-01 path": (Put(b"/etc/passwd"), Reason.INVALID_MEDIA, "known are"),
+    "SEC-01 file URL": (Put(b"file:///etc/passwd"), Reason.INVALID_MEDIA, "known are"),
+    "SEC-03 address": (Put(b"http://169.254.169.254/latest"), Reason.INVALID_MEDIA, "known are"),
+    "SEC-05 number": (Put(b"http://2130706433/"), Reason.INVALID_MEDIA, "known are"),
+    "VID-09 nothing": (uniform(b""), Reason.INVALID_MEDIA, ""),
     "VID-09 no pictures": (uniform(B_FRAMES[:200]), Reason.INVALID_MEDIA, "clip"),
     "VID-11 sound": (uniform(AAC), Reason.INVALID_MEDIA, "no_video_stream"),
     "no sound": (Put(B_FRAMES, MediaKind.AUDIO), Reason.INVALID_MEDIA, "no_audio_stream"),
     "HEIC": (Put(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"), Reason.UNSUPPORTED, "HEIC"),
     "unnamed sampling": (Put(B_FRAMES, MediaKind.VIDEO), Reason.UNSUPPORTED, "sampling"),
-    "playlist": (uniform(b"#EXTM3U\nfile:///etc/hostname\n"), Reason.INVALID_MEDIA, "known are"),
+    "SEC-06 playlist": (uniform(b"#EXTM3U\nfile:///etc/hostname\n"), Reason.INVALID_MEDIA, "known are"),
 }
 
 
@@ -358,9 +259,8 @@ async def test_hsh_05_an_opaque_picture_is_one_object_for_every_background(
 
 
 async def test_hsh_07_counts_of_frames_do_not_mix(service: Service, route: Route) -> None:
-    data = clip(greys(300, (16, 16)), 30)
     for _ in range(2):
-        refs = [await route(service, uniform(data, n)) for n in (8, 16)]
+        refs = [await route(service, uniform(LONG, n)) for n in (8, 16)]
         assert [len((await service.client.info(ref)).frame_digests) for ref in refs] == [8, 16]
 
 
@@ -446,19 +346,19 @@ BAD = (
 )
 
 
-@pytest.mark.parametrize("named", [False, True])
-async def test_img_17_data_urls(service: Service, named: bool) -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+async def test_img_17_data_urls(service: Service, by_name: bool) -> None:
     """As the bytes that are put, and as the URL that names the source; over gRPC and HTTP."""
 
     async def both(url: str) -> list[MediaRef]:
         put = Put(url.encode())
-        if not named:
+        if not by_name:
             return [await by_grpc(service, put), await by_upload(service, put)]
         body = json.dumps({"url": url, "run": "run"})
         sent = await service.http.post(
             "/v1/media", content=body, headers={"content-type": "application/json"}
         )
-        return [await _by_url(service, put, url), _answered(sent, put)]
+        return [await named(service, put, url), answered(sent, put)]
 
     expected = await by_grpc(service, Put(PIXEL))
     for head in GOOD:

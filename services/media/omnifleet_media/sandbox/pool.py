@@ -11,7 +11,7 @@ import numpy as np
 from omnifleet.errors import Reason, retryable
 from omnifleet_media.sandbox.frames import Header
 from omnifleet_media.sandbox.process import Process
-from omnifleet_media.sandbox.seat import Job, Seat, Take
+from omnifleet_media.sandbox.seat import SKIPPED, Job, Seat, Take
 
 _WAITING = 256
 _AHEAD = 3  # jobs of a seat: one at work, one sent, and one for when the answer of the first is being taken
@@ -139,10 +139,9 @@ class ProcessPool:
 
     def _land(self, seat: Seat, job: Job, value: Any, error: BaseException | None) -> None:
         seat.given.remove(job)
-        if not job.answer.done():
-            if error is not None:
-                job.answer.set_exception(error)
-            else:
-                job.answer.set_result(value)
+        if error is not None and not job.answer.done():
+            job.answer.set_exception(error)
+        elif value is not SKIPPED and not job.answer.done():
+            job.answer.set_result(value)
         if not self._closed:
             self._hand_out()

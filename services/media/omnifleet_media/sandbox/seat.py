@@ -28,18 +28,24 @@ Take = Callable[[Header, memoryview], Any]
 """What a caller makes of an answer, in the seat's thread. The bytes are gone afterwards, and until then the process can
 change them: copy first, then look."""
 Done = Callable[["Seat", "Job", Any, BaseException | None], None]
+SKIPPED = object()
+"""What comes of a job that nobody wants any more, or that another seat has taken."""
 _TRIES = 2
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request and who waits for its answer. No header: a process is to be started, its facts are the answer."""
+    """A request and who waits for its answer. No header: a process is to be started, its facts are the answer.
+
+    seat: the last that it was given to.
+    """
 
     header: Header | None
     body: bytes | memoryview
     take: Take
     answer: asyncio.Future[Any]
     losses: int = 0
+    seat: Seat | None = None
 
 
 class Seat:
@@ -63,7 +69,8 @@ class Seat:
         self.replaced = 0
 
     def give(self, job: Job) -> None:
-        """One more job."""
+        """One more job, from another seat if it had one."""
+        job.seat = self
         self.given.append(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"media-{self._role}", daemon=True)
@@ -120,8 +127,8 @@ class Seat:
         return self._again.popleft()
 
     def _send(self, job: Job) -> None:
-        if job.answer.done():  # cancelled, or another seat was faster
-            self._done(self, job, None, None)
+        if job.answer.done() or job.seat is not self:
+            self._done(self, job, SKIPPED, None)
             return
         try:
             process = self.process = self.process or self._start()
@@ -140,7 +147,7 @@ class Seat:
         assert self.process is not None
         lane = (self._turn - len(self._sent)) % LANES
         header, body = self.process.receive(lane, time.monotonic() + self._work_s)
-        value, error = None, _refusal(header)
+        value, error = SKIPPED, _refusal(header)
         job = self._sent.popleft()
         self.head = self._sent[0] if self._sent else None
         if error is None and not job.answer.done():
@@ -155,8 +162,8 @@ class Seat:
         self._end()
         self.replaced += 1
         self._again.extendleft(reversed(others))
-        if head.answer.cancelled():
-            self._done(self, head, None, None)
+        if head.answer.done():
+            self._done(self, head, SKIPPED, None)
             return
         log.warning("a %s process was lost: %r", self._role, error)
         head.losses += 1
