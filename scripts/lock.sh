@@ -24,3 +24,4 @@ compile requirements/cpu.in --overrides requirements/overrides.txt --excludes re
 compile requirements/megatron.in --no-deps --python-version 3.12 --output-file requirements/megatron.lock "$@"
 compile tests/locks/gyms.in --excludes tests/locks/gyms-excludes.txt --python-version 3.12 \
     --output-file tests/locks/gyms.lock "$@"
+compile tests/locks/verifiers.in pyproject.toml --python-version 3.12 --output-file tests/locks/verifiers.lock "$@"

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# Makes the Python 3.12 environment in which tests run NeMo Gym and OpenEnv, and prints its folder. It is 1 GB, so it lies in the user's
-# cache, once for every content of its lock. OMNIFLEET_PYTHON312 names the Python to use, OMNIFLEET_CACHE the cache.
+# Makes a Python 3.12 environment in which tests run other people's gyms, and prints its folder: setup_gyms.sh [gyms|verifiers],
+# by the lock of that name in tests/locks; gyms: NeMo Gym and OpenEnv. It is up to 1 GB, so it lies in the user's cache, once for
+# every content of the lock. OMNIFLEET_PYTHON312 names the Python to use, OMNIFLEET_CACHE the cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-lock=tests/locks/gyms.lock
+name=${1:-gyms}
+lock=tests/locks/$name.lock
 cache=${OMNIFLEET_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/omnifleet}
-venv=$cache/gyms-$(sha256sum "$lock" scripts/setup_gyms.sh | sha256sum | cut -c-16)
+venv=$cache/$name-$(sha256sum "$lock" scripts/setup_gyms.sh | sha256sum | cut -c-16)
 log=$venv.log
 uv=.venv/bin/uv
 
 fail() {
-    echo "no environment for NeMo Gym and OpenEnv: $1" >&2
+    echo "no environment for $lock: $1" >&2
     exit 1
 }
 
@@ -35,7 +37,7 @@ if [ ! -e "$venv/ready" ]; then
     started=$SECONDS
     unset PIP_CONSTRAINT PIP_REQUIREMENT PYTHONPATH VIRTUAL_ENV
     python=$(find_python)
-    printf '[test tools] NeMo Gym and OpenEnv in an environment of their own, %s … ' "$venv" >&2
+    printf '[test tools] %s … ' "$venv" >&2
     mirror=${PIP_INDEX_URL:-$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || true)}
     [ -z "$mirror" ] || export UV_DEFAULT_INDEX=$mirror
     rm -rf "$venv"

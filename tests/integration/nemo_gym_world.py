@@ -29,10 +29,10 @@ CONFIGS = (
 )
 
 
-def environment_folder() -> Path:
+def environment_folder(lock: str = "gyms") -> Path:
     """The virtual environment; made if it is not there. Fails with what the set-up says."""
     done = subprocess.run(
-        [ROOT / "scripts" / "setup_gyms.sh"], capture_output=True, text=True, timeout=600, check=False
+        [ROOT / "scripts" / "setup_gyms.sh", lock], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
     return Path(done.stdout.strip())
