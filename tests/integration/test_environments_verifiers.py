@@ -1,4 +1,4 @@
-"""A taskset of verifiers, the published package, whose harness asks through the episode's address. Long: an environment of its own."""
+"""A taskset of verifiers, the published package, whose harness asks through the episode's address; long, for its environment."""
 
 from __future__ import annotations
 

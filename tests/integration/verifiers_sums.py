@@ -1,4 +1,4 @@
-"""A verifiers taskset for tests, and its play; run by the Python of `scripts/setup_gyms.sh verifiers`. Prints the outcomes as JSON."""
+"""A verifiers taskset and its play, by the Python of `scripts/setup_gyms.sh verifiers`. Prints the outcomes as JSON."""
 
 import json
 import sys
