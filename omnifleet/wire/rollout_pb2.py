@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from omnifleet.wire import common_pb2 as omnifleet_dot_v1alpha_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fomnifleet/v1alpha/rollout.proto\x12\x11omnifleet.v1alpha\x1a\x1eomnifleet/v1alpha/common.proto\"\xe0\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\t\n\x01n\x18\x05 \x01(\r\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\t \x03(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x42\x07\n\x05_seed\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"x\n\nChatPrompt\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12!\n\x19required_prefix_token_ids\x18\x04 \x03(\r\"\x9a\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Identity\x12\x30\n\x06tokens\x18\x03 \x01(\x0b\x32\x1e.omnifleet.v1alpha.TokenPromptH\x00\x12-\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1d.omnifleet.v1alpha.ChatPromptH\x00\x12*\n\x05media\x18\x05 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Sampling\x12\x37\n\x0eweight_version\x18\x07 \x01(\x0b\x32\x1f.omnifleet.v1alpha.VersionBound\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1f\n\x17return_prompt_token_ids\x18\t \x01(\x08\x12\x13\n\x0breturn_text\x18\n \x01(\x08\x12\x35\n\x0c\x63ontinuation\x18\x0b \x01(\x0b\x32\x1f.omnifleet.v1alpha.Continuation\x12\x1e\n\x16\x65xpected_logprobs_mode\x18\x0c \x01(\t\x12\x15\n\rwhole_samples\x18\r \x01(\x08\x12\x0f\n\x07\x62\x61tched\x18\x0e \x01(\x08\x42\x08\n\x06prompt\"b\n\x0c\x43ontinuation\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12-\n\x05spans\x18\x03 \x03(\x0b\x32\x1e.omnifleet.v1alpha.VersionSpan\"\x9d\x02\n\rGenerateEvent\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12/\n\x06prompt\x18\x02 \x01(\x0b\x32\x1d.omnifleet.v1alpha.PromptEchoH\x00\x12.\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1d.omnifleet.v1alpha.TokenChunkH\x00\x12/\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1b.omnifleet.v1alpha.FinishedH\x00\x12\x31\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x1f.omnifleet.v1alpha.SampleFailedH\x00\x12.\n\x05\x62\x61tch\x18\x06 \x01(\x0b\x32\x1d.omnifleet.v1alpha.EventBatchH\x00\x42\x07\n\x05\x65vent\">\n\nEventBatch\x12\x30\n\x06\x65vents\x18\x01 \x03(\x0b\x32 .omnifleet.v1alpha.GenerateEvent\"\xe2\x01\n\nPromptEcho\x12\x13\n\x0bprompt_hash\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x15\n\rlogprobs_mode\x18\x05 \x01(\t\x12*\n\x05media\x18\x06 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x1e\n\x16processor_fingerprints\x18\x08 \x03(\t\x12\x12\n\nmax_tokens\x18\t \x01(\r\"n\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\x05spans\x18\x04 \x03(\x0b\x32\x1e.omnifleet.v1alpha.VersionSpan\"\xc2\x01\n\x08\x46inished\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12-\n\x05spans\x18\x03 \x03(\x0b\x32\x1e.omnifleet.v1alpha.VersionSpan\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\r\x12\x16\n\x0erouted_experts\x18\x06 \x01(\x0c\x12\x15\n\rsampling_mask\x18\x07 \x01(\x0c\"=\n\x0cSampleFailed\x12-\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1e.omnifleet.v1alpha.ErrorDetail\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"%\n\x12\x41\x62ortRequestsReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"k\n\rRenderRequest\x12+\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x1d.omnifleet.v1alpha.ChatPrompt\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Identity\"Z\n\x0bRenderReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12*\n\x05media\x18\x02 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\x12\x0c\n\x04text\x18\x03 \x01(\t\"m\n\x12ScoreTokensRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x05media\x18\x03 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\"W\n\x10ScoreTokensReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x31\n\x07version\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\"c\n\x10SetBudgetRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\r\x12\x31\n\x07version\x18\x03 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\" \n\x0eSetBudgetReply\x12\x0e\n\x06unused\x18\x01 \x01(\r2\xdd\x04\n\x07Rollout\x12S\n\tHandshake\x12#.omnifleet.v1alpha.HandshakeRequest\x1a!.omnifleet.v1alpha.HandshakeReply\x12R\n\x08Generate\x12\".omnifleet.v1alpha.GenerateRequest\x1a .omnifleet.v1alpha.GenerateEvent0\x01\x12_\n\rAbortRequests\x12\'.omnifleet.v1alpha.AbortRequestsRequest\x1a%.omnifleet.v1alpha.AbortRequestsReply\x12J\n\x06Render\x12 .omnifleet.v1alpha.RenderRequest\x1a\x1e.omnifleet.v1alpha.RenderReply\x12Y\n\x0bScoreTokens\x12%.omnifleet.v1alpha.ScoreTokensRequest\x1a#.omnifleet.v1alpha.ScoreTokensReply\x12S\n\tSetBudget\x12#.omnifleet.v1alpha.SetBudgetRequest\x1a!.omnifleet.v1alpha.SetBudgetReply\x12L\n\x06Status\x12 .omnifleet.v1alpha.StatusRequest\x1a .omnifleet.v1alpha.ServiceStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fomnifleet/v1alpha/rollout.proto\x12\x11omnifleet.v1alpha\x1a\x1eomnifleet/v1alpha/common.proto\"\xe0\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\t\n\x01n\x18\x05 \x01(\r\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\t \x03(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x42\x07\n\x05_seed\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"x\n\nChatPrompt\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12!\n\x19required_prefix_token_ids\x18\x04 \x03(\r\"\xaa\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Identity\x12\x30\n\x06tokens\x18\x03 \x01(\x0b\x32\x1e.omnifleet.v1alpha.TokenPromptH\x00\x12-\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1d.omnifleet.v1alpha.ChatPromptH\x00\x12*\n\x05media\x18\x05 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Sampling\x12\x37\n\x0eweight_version\x18\x07 \x01(\x0b\x32\x1f.omnifleet.v1alpha.VersionBound\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1f\n\x17return_prompt_token_ids\x18\t \x01(\x08\x12\x13\n\x0breturn_text\x18\n \x01(\x08\x12\x35\n\x0c\x63ontinuation\x18\x0b \x01(\x0b\x32\x1f.omnifleet.v1alpha.Continuation\x12\x1e\n\x16\x65xpected_logprobs_mode\x18\x0c \x01(\t\x12\x15\n\rwhole_samples\x18\r \x01(\x08\x12\x0f\n\x07\x62\x61tched\x18\x0e \x01(\x08\x12\x0e\n\x06\x65xtras\x18\x0f \x03(\tB\x08\n\x06prompt\"b\n\x0c\x43ontinuation\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12-\n\x05spans\x18\x03 \x03(\x0b\x32\x1e.omnifleet.v1alpha.VersionSpan\"\x9d\x02\n\rGenerateEvent\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12/\n\x06prompt\x18\x02 \x01(\x0b\x32\x1d.omnifleet.v1alpha.PromptEchoH\x00\x12.\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1d.omnifleet.v1alpha.TokenChunkH\x00\x12/\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1b.omnifleet.v1alpha.FinishedH\x00\x12\x31\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x1f.omnifleet.v1alpha.SampleFailedH\x00\x12.\n\x05\x62\x61tch\x18\x06 \x01(\x0b\x32\x1d.omnifleet.v1alpha.EventBatchH\x00\x42\x07\n\x05\x65vent\">\n\nEventBatch\x12\x30\n\x06\x65vents\x18\x01 \x03(\x0b\x32 .omnifleet.v1alpha.GenerateEvent\"\xf2\x01\n\nPromptEcho\x12\x13\n\x0bprompt_hash\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\t\x12\x15\n\rlogprobs_mode\x18\x05 \x01(\t\x12*\n\x05media\x18\x06 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x1e\n\x16processor_fingerprints\x18\x08 \x03(\t\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x0e\n\x06\x65xtras\x18\n \x03(\t\"n\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\x05spans\x18\x04 \x03(\x0b\x32\x1e.omnifleet.v1alpha.VersionSpan\"\xc2\x01\n\x08\x46inished\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12-\n\x05spans\x18\x03 \x03(\x0b\x32\x1e.omnifleet.v1alpha.VersionSpan\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\r\x12\x16\n\x0erouted_experts\x18\x06 \x01(\x0c\x12\x15\n\rsampling_mask\x18\x07 \x01(\x0c\"=\n\x0cSampleFailed\x12-\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1e.omnifleet.v1alpha.ErrorDetail\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"%\n\x12\x41\x62ortRequestsReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"k\n\rRenderRequest\x12+\n\x04\x63hat\x18\x01 \x01(\x0b\x32\x1d.omnifleet.v1alpha.ChatPrompt\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.omnifleet.v1alpha.Identity\"Z\n\x0bRenderReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12*\n\x05media\x18\x02 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\x12\x0c\n\x04text\x18\x03 \x01(\t\"m\n\x12ScoreTokensRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x05media\x18\x03 \x03(\x0b\x32\x1b.omnifleet.v1alpha.MediaRef\"W\n\x10ScoreTokensReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x31\n\x07version\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\"c\n\x10SetBudgetRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\r\x12\x31\n\x07version\x18\x03 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\" \n\x0eSetBudgetReply\x12\x0e\n\x06unused\x18\x01 \x01(\r2\xdd\x04\n\x07Rollout\x12S\n\tHandshake\x12#.omnifleet.v1alpha.HandshakeRequest\x1a!.omnifleet.v1alpha.HandshakeReply\x12R\n\x08Generate\x12\".omnifleet.v1alpha.GenerateRequest\x1a .omnifleet.v1alpha.GenerateEvent0\x01\x12_\n\rAbortRequests\x12\'.omnifleet.v1alpha.AbortRequestsRequest\x1a%.omnifleet.v1alpha.AbortRequestsReply\x12J\n\x06Render\x12 .omnifleet.v1alpha.RenderRequest\x1a\x1e.omnifleet.v1alpha.RenderReply\x12Y\n\x0bScoreTokens\x12%.omnifleet.v1alpha.ScoreTokensRequest\x1a#.omnifleet.v1alpha.ScoreTokensReply\x12S\n\tSetBudget\x12#.omnifleet.v1alpha.SetBudgetRequest\x1a!.omnifleet.v1alpha.SetBudgetReply\x12L\n\x06Status\x12 .omnifleet.v1alpha.StatusRequest\x1a .omnifleet.v1alpha.ServiceStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,37 +39,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATPROMPT']._serialized_start=347
   _globals['_CHATPROMPT']._serialized_end=467
   _globals['_GENERATEREQUEST']._serialized_start=470
-  _globals['_GENERATEREQUEST']._serialized_end=1008
-  _globals['_CONTINUATION']._serialized_start=1010
-  _globals['_CONTINUATION']._serialized_end=1108
-  _globals['_GENERATEEVENT']._serialized_start=1111
-  _globals['_GENERATEEVENT']._serialized_end=1396
-  _globals['_EVENTBATCH']._serialized_start=1398
-  _globals['_EVENTBATCH']._serialized_end=1460
-  _globals['_PROMPTECHO']._serialized_start=1463
-  _globals['_PROMPTECHO']._serialized_end=1689
-  _globals['_TOKENCHUNK']._serialized_start=1691
-  _globals['_TOKENCHUNK']._serialized_end=1801
-  _globals['_FINISHED']._serialized_start=1804
-  _globals['_FINISHED']._serialized_end=1998
-  _globals['_SAMPLEFAILED']._serialized_start=2000
-  _globals['_SAMPLEFAILED']._serialized_end=2061
-  _globals['_ABORTREQUESTSREQUEST']._serialized_start=2063
-  _globals['_ABORTREQUESTSREQUEST']._serialized_end=2106
-  _globals['_ABORTREQUESTSREPLY']._serialized_start=2108
-  _globals['_ABORTREQUESTSREPLY']._serialized_end=2145
-  _globals['_RENDERREQUEST']._serialized_start=2147
-  _globals['_RENDERREQUEST']._serialized_end=2254
-  _globals['_RENDERREPLY']._serialized_start=2256
-  _globals['_RENDERREPLY']._serialized_end=2346
-  _globals['_SCORETOKENSREQUEST']._serialized_start=2348
-  _globals['_SCORETOKENSREQUEST']._serialized_end=2457
-  _globals['_SCORETOKENSREPLY']._serialized_start=2459
-  _globals['_SCORETOKENSREPLY']._serialized_end=2546
-  _globals['_SETBUDGETREQUEST']._serialized_start=2548
-  _globals['_SETBUDGETREQUEST']._serialized_end=2647
-  _globals['_SETBUDGETREPLY']._serialized_start=2649
-  _globals['_SETBUDGETREPLY']._serialized_end=2681
-  _globals['_ROLLOUT']._serialized_start=2684
-  _globals['_ROLLOUT']._serialized_end=3289
+  _globals['_GENERATEREQUEST']._serialized_end=1024
+  _globals['_CONTINUATION']._serialized_start=1026
+  _globals['_CONTINUATION']._serialized_end=1124
+  _globals['_GENERATEEVENT']._serialized_start=1127
+  _globals['_GENERATEEVENT']._serialized_end=1412
+  _globals['_EVENTBATCH']._serialized_start=1414
+  _globals['_EVENTBATCH']._serialized_end=1476
+  _globals['_PROMPTECHO']._serialized_start=1479
+  _globals['_PROMPTECHO']._serialized_end=1721
+  _globals['_TOKENCHUNK']._serialized_start=1723
+  _globals['_TOKENCHUNK']._serialized_end=1833
+  _globals['_FINISHED']._serialized_start=1836
+  _globals['_FINISHED']._serialized_end=2030
+  _globals['_SAMPLEFAILED']._serialized_start=2032
+  _globals['_SAMPLEFAILED']._serialized_end=2093
+  _globals['_ABORTREQUESTSREQUEST']._serialized_start=2095
+  _globals['_ABORTREQUESTSREQUEST']._serialized_end=2138
+  _globals['_ABORTREQUESTSREPLY']._serialized_start=2140
+  _globals['_ABORTREQUESTSREPLY']._serialized_end=2177
+  _globals['_RENDERREQUEST']._serialized_start=2179
+  _globals['_RENDERREQUEST']._serialized_end=2286
+  _globals['_RENDERREPLY']._serialized_start=2288
+  _globals['_RENDERREPLY']._serialized_end=2378
+  _globals['_SCORETOKENSREQUEST']._serialized_start=2380
+  _globals['_SCORETOKENSREQUEST']._serialized_end=2489
+  _globals['_SCORETOKENSREPLY']._serialized_start=2491
+  _globals['_SCORETOKENSREPLY']._serialized_end=2578
+  _globals['_SETBUDGETREQUEST']._serialized_start=2580
+  _globals['_SETBUDGETREQUEST']._serialized_end=2679
+  _globals['_SETBUDGETREPLY']._serialized_start=2681
+  _globals['_SETBUDGETREPLY']._serialized_end=2713
+  _globals['_ROLLOUT']._serialized_start=2716
+  _globals['_ROLLOUT']._serialized_end=3321
 # @@protoc_insertion_point(module_scope)

@@ -52,7 +52,7 @@ class ChatPrompt(_message.Message):
     def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., template_kwargs_json: _Optional[str] = ..., required_prefix_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "identity", "tokens", "chat", "media", "sampling", "weight_version", "priority", "return_prompt_token_ids", "return_text", "continuation", "expected_logprobs_mode", "whole_samples", "batched")
+    __slots__ = ("request_id", "identity", "tokens", "chat", "media", "sampling", "weight_version", "priority", "return_prompt_token_ids", "return_text", "continuation", "expected_logprobs_mode", "whole_samples", "batched", "extras")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class GenerateRequest(_message.Message):
     EXPECTED_LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     BATCHED_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     identity: _common_pb2.Identity
     tokens: TokenPrompt
@@ -81,7 +82,8 @@ class GenerateRequest(_message.Message):
     expected_logprobs_mode: str
     whole_samples: bool
     batched: bool
-    def __init__(self, request_id: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., weight_version: _Optional[_Union[_common_pb2.VersionBound, _Mapping]] = ..., priority: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., return_text: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., expected_logprobs_mode: _Optional[str] = ..., whole_samples: _Optional[bool] = ..., batched: _Optional[bool] = ...) -> None: ...
+    extras: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., weight_version: _Optional[_Union[_common_pb2.VersionBound, _Mapping]] = ..., priority: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., return_text: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., expected_logprobs_mode: _Optional[str] = ..., whole_samples: _Optional[bool] = ..., batched: _Optional[bool] = ..., extras: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("token_ids", "logprobs", "spans")
@@ -116,7 +118,7 @@ class EventBatch(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[GenerateEvent, _Mapping]]] = ...) -> None: ...
 
 class PromptEcho(_message.Message):
-    __slots__ = ("prompt_hash", "token_ids", "prompt_tokens", "worker", "logprobs_mode", "media", "engine", "processor_fingerprints", "max_tokens")
+    __slots__ = ("prompt_hash", "token_ids", "prompt_tokens", "worker", "logprobs_mode", "media", "engine", "processor_fingerprints", "max_tokens", "extras")
     PROMPT_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +128,7 @@ class PromptEcho(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     PROCESSOR_FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
     prompt_hash: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -135,7 +138,8 @@ class PromptEcho(_message.Message):
     engine: str
     processor_fingerprints: _containers.RepeatedScalarFieldContainer[str]
     max_tokens: int
-    def __init__(self, prompt_hash: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., worker: _Optional[str] = ..., logprobs_mode: _Optional[str] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., engine: _Optional[str] = ..., processor_fingerprints: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    extras: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prompt_hash: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., worker: _Optional[str] = ..., logprobs_mode: _Optional[str] = ..., media: _Optional[_Iterable[_Union[_common_pb2.MediaRef, _Mapping]]] = ..., engine: _Optional[str] = ..., processor_fingerprints: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., extras: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("token_ids", "logprobs", "text", "spans")
