@@ -13,6 +13,7 @@ from omnifleet.config import load_recipe
 from omnifleet.config.load import dump_recipe, known_recipes
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.launch.placement import place
 
 app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
 
@@ -28,12 +29,23 @@ OverrideArgument = Annotated[
 @app.command()
 def show(recipe: RecipeArgument, overrides: OverrideArgument = None) -> None:
     """Print the resolved recipe: inheritance and overrides applied, defaults filled in."""
-    text = dump_recipe(load_recipe(recipe, overrides or []))
+    text = dump_recipe(load_recipe(recipe, overrides or [], plan=True))
     console = Console()
     if console.is_terminal:
         console.print(Syntax(text, "yaml", background_color="default"))
     else:
         typer.echo(text, nl=False)
+
+
+@app.command()
+def placement(
+    recipe: RecipeArgument,
+    overrides: OverrideArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Every process with its GPUs, as JSON.")] = False,
+) -> None:
+    """Say which process would hold which GPU of the recipe's cluster; starts nothing."""
+    placed = place(load_recipe(recipe, overrides or [], plan=True))
+    typer.echo(placed.as_json() if as_json else placed.describe())
 
 
 @app.command("list")

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from omnifleet.config.base import config_error
-from omnifleet.config.recipe import Recipe
+from omnifleet.config.recipe import PLAN, Recipe
 from omnifleet.errors import Reason, invalid
 
 _DEPTH = 8
@@ -28,10 +28,13 @@ def resolve_recipe_path(name: str) -> Path:
 
 
 def known_recipes() -> dict[str, Path]:
-    """Name -> file of the recipes in ./recipes and among the packaged ones, the nearest first."""
+    """Name -> file of the recipes in ./recipes and among the packaged ones, the nearest first.
+
+    Files that begin with an underscore are parts of others.
+    """
     found: dict[str, Path] = {}
     for folder in _folders():
-        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
+        for path in sorted(folder.rglob("[!_]*.yaml")) if folder.is_dir() else ():
             found.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
     return dict(sorted(found.items()))
 
@@ -42,7 +45,10 @@ def _folders() -> tuple[Path, ...]:
 
 
 def read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
-    """The file's mapping, merged over what it extends (nearest wins; lists replace). Raises INVALID_CONFIG."""
+    """The file's mapping, merged over what it extends (nearest wins, of several the last; lists replace).
+
+    Raises INVALID_CONFIG.
+    """
     if depth > _DEPTH:
         raise invalid(f"{path}: `extends` goes deeper than {_DEPTH} files", reason=Reason.INVALID_CONFIG)
     try:
@@ -53,15 +59,16 @@ def read_layers(path: Path, depth: int = 0) -> dict[str, Any]:
         raise invalid(
             f"{path}: a recipe is a mapping, not {type(body).__name__}", reason=Reason.INVALID_CONFIG
         )
-    parent = body.pop("extends", None)
-    if parent is None:
-        return body
-    base = path.parent / str(parent)
-    if not base.is_file():
-        raise invalid(
-            f"{path}: extends {parent!r}, which is not a file beside it", reason=Reason.INVALID_CONFIG
-        )
-    return merge(read_layers(base, depth + 1), body)
+    extended = body.pop("extends", None) or []
+    layers: dict[str, Any] = {}
+    for parent in extended if isinstance(extended, list) else [extended]:
+        base = path.parent / str(parent)
+        if not base.is_file():
+            raise invalid(
+                f"{path}: extends {parent!r}, which is not a file beside it", reason=Reason.INVALID_CONFIG
+            )
+        layers = merge(layers, read_layers(base, depth + 1))
+    return merge(layers, body)
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,19 +100,19 @@ def apply_overrides(body: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return body
 
 
-def recipe_from_mapping(body: Mapping[str, Any], source: str) -> Recipe:
-    """Check a mapping. Raises OmnifleetError(INVALID_CONFIG) that lists every problem."""
+def recipe_from_mapping(body: Mapping[str, Any], source: str, *, plan: bool = False) -> Recipe:
+    """Check a mapping. plan: take what no backend can run, too. Raises OmnifleetError(INVALID_CONFIG) with every problem."""
     try:
-        return Recipe.model_validate(body)
+        return Recipe.model_validate(body, context={PLAN: plan})
     except ValidationError as error:
         raise config_error(error, Recipe, source) from None
 
 
-def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Find, merge, override and check a recipe. Raises OmnifleetError(INVALID_CONFIG)."""
+def load_recipe(name: str, overrides: Sequence[str] = (), *, plan: bool = False) -> Recipe:
+    """Find, merge, override and check a recipe; plan: see `recipe_from_mapping`. Raises OmnifleetError(INVALID_CONFIG)."""
     path = resolve_recipe_path(name)
     source = f"{path} with {' '.join(overrides)}" if overrides else str(path)
-    return recipe_from_mapping(apply_overrides(read_layers(path), overrides), source)
+    return recipe_from_mapping(apply_overrides(read_layers(path), overrides), source, plan=plan)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from omnifleet.config.base import StrictModel
+from omnifleet.config.cluster import ClusterConfig, Split, filled, not_there, problems
 from omnifleet.config.metrics import MetricsConfig
 from omnifleet.config.objective import ObjectiveConfig as ObjectiveConfig
 from omnifleet.config.parallel import ParallelConfig
@@ -292,7 +293,9 @@ class TrainerConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _backend_has_the_ranks(self) -> TrainerConfig:
+    def _backend_has_the_ranks(self, info: ValidationInfo) -> TrainerConfig:
+        if is_plan(info):
+            return self
         if (refused := self.parallel.refused(self.backend)) is not None:
             raise ValueError(f"parallel.{refused[0]}: {refused[1]}")
         return self
@@ -385,6 +388,7 @@ class Recipe(StrictModel):
 
     run: RunConfig
     model: ModelConfig
+    cluster: ClusterConfig | None = None
     data: DataConfig = DataConfig()
     reward: tuple[ScorerConfig, ...] = Field(min_length=1)
     """Scorers whose weighted sum is the reward."""
@@ -413,8 +417,8 @@ class Recipe(StrictModel):
         return min(self.data.max_prompt_tokens, room)
 
     @model_validator(mode="after")
-    def _megatron_can(self) -> Recipe:
-        if self.trainer.backend != "megatron":
+    def _megatron_can(self, info: ValidationInfo) -> Recipe:
+        if self.trainer.backend != "megatron" or is_plan(info):
             return self
         if self.trainer.dtype != "float32":
             raise ValueError("trainer.backend = megatron computes in float32: set trainer.dtype = float32")
@@ -443,13 +447,17 @@ class Recipe(StrictModel):
                 "rollout.sleep_level: a canary needs trainer and engine on the device at once; leave refit.canary out"
             )
         if self.rollout.kv_after_refit is InFlight.DRAIN:
-            raise ValueError("rollout.sleep_level: sleeping requests finish nothing; set kv_after_refit = recompute")
+            raise ValueError(
+                "rollout.sleep_level: sleeping requests finish nothing; set kv_after_refit = recompute"
+            )
         if level > 0 and self.rollout.kv_after_refit is InFlight.KEEP:
             raise ValueError(
                 f"rollout.sleep_level {level} drops KV, so it cannot be kept: set kv_after_refit = recompute or sleep_level = 0"
             )
         if level == 2 and self.trainer.refit_every > 1:
-            raise ValueError("rollout.sleep_level 2 drops weights: set trainer.refit_every = 1, or sleep_level = 1")
+            raise ValueError(
+                "rollout.sleep_level 2 drops weights: set trainer.refit_every = 1, or sleep_level = 1"
+            )
         return self
 
     @model_validator(mode="after")
@@ -478,6 +486,32 @@ class Recipe(StrictModel):
                 "no such thing; leave it out"
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follows_from_the_cluster(cls, body: Any) -> Any:
+        return filled(body) if isinstance(body, dict) else body
+
+    @model_validator(mode="after")
+    def _fits_the_cluster(self, info: ValidationInfo) -> Recipe:
+        if self.cluster is None:
+            return self
+        dp, engines = self.trainer.parallel.dp, self.rollout.workers
+        found = list(problems(self.cluster, self._split(), dp=dp, engines=engines, turns=self.colocated))
+        found += [] if is_plan(info) else not_there(self.cluster)
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    def _split(self) -> Split:
+        trainer, sizes = self.trainer, self.trainer.parallel
+        return Split(
+            ranks=sizes.tp * sizes.pp * sizes.cp,
+            tp=sizes.tp,
+            experts=sizes.ep,
+            engine=self.rollout.engine.tensor_parallel_size,
+            samples=trainer.batch_samples or trainer.prompts_per_step * trainer.generations_per_prompt,
+        )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:

@@ -112,7 +112,8 @@ def test_commands_in_blocks_parse(page: Path) -> None:
         except UsageError as error:
             pytest.fail(f"`{line}`: {error.format_message()}")
         if "recipe" in chosen and "overrides" in chosen:
-            load_recipe(chosen["recipe"], list(chosen["overrides"] or []))
+            plan = words(line)[1:3] in (["config", "show"], ["config", "placement"])
+            load_recipe(chosen["recipe"], list(chosen["overrides"] or []), plan=plan)
 
 
 @each_page

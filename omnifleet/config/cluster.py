@@ -1,0 +1,168 @@
+"""The GPUs of a run, and what follows from their number: ranks of the policy, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from omnifleet.config.base import StrictModel
+
+
+class ClusterConfig(StrictModel):
+    """Nodes and GPUs that the run is laid out over. Without this section nothing is derived from anything."""
+
+    nodes: int = Field(1, ge=1)
+    """Nodes of the run."""
+    gpus_per_node: int = Field(8, ge=1)
+    """GPUs of each node."""
+    generation_nodes: int = Field(0, ge=0)
+    """Nodes that hold engines alone; the others hold the policy. 0: engines and policy share all GPUs in turn."""
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engines and policy share GPUs."""
+        return self.generation_nodes == 0
+
+    @property
+    def policy_nodes(self) -> int:
+        """Nodes that hold the policy; they come first."""
+        return self.nodes - self.generation_nodes
+
+    @property
+    def policy_gpus(self) -> int:
+        """GPUs of the policy, one a rank."""
+        return self.policy_nodes * self.gpus_per_node
+
+    @property
+    def engine_nodes(self) -> int:
+        """Nodes that hold engines; they come last."""
+        return self.generation_nodes or self.nodes
+
+    @model_validator(mode="after")
+    def _something_trains(self) -> ClusterConfig:
+        if self.generation_nodes >= self.nodes:
+            raise ValueError(
+                f"cluster.generation_nodes {self.generation_nodes} leaves none of cluster.nodes {self.nodes} to train: "
+                "lower it, or raise cluster.nodes"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a recipe divides its cluster. ranks: of the policy, without dp: tp x pp x cp. experts: ep. engine: GPUs of one.
+
+    samples: of one optimiser update.
+    """
+
+    ranks: int
+    tp: int
+    experts: int
+    engine: int
+    samples: int
+
+
+def derived(cluster: ClusterConfig, split: Split) -> tuple[int, int]:
+    """(dp, engines) that fill the cluster, rounded down and at least 1; `problems` says where they leave a rest."""
+    engines = cluster.engine_nodes * max(cluster.gpus_per_node // split.engine, 0)
+    return max(cluster.policy_gpus // split.ranks, 1), max(engines, 1)
+
+
+def problems(cluster: ClusterConfig, split: Split, *, dp: int, engines: int, turns: bool) -> Iterator[str]:
+    """What does not fit, each with the knob. Nothing of it can be mended by placing processes elsewhere.
+
+    turns: engines sleep while the policy trains.
+    """
+    gpus = cluster.gpus_per_node
+    if turns != cluster.colocated:
+        yield (
+            "cluster.generation_nodes = 0 puts engines and policy on the same GPUs, so they take turns: set "
+            "rollout.sleep_level = 1"
+            if cluster.colocated
+            else "engines have nodes of their own and need no rollout.sleep_level: leave it out"
+        )
+    if split.tp > gpus:
+        yield (
+            f"trainer.parallel.tp {split.tp} > cluster.gpus_per_node {gpus}: tensor parallelism crosses no node; "
+            "lower trainer.parallel.tp"
+        )
+    if cluster.policy_gpus % split.ranks:
+        yield (
+            f"trainer.parallel tp x pp x cp = {split.ranks} does not divide the {cluster.policy_gpus} GPUs of the policy "
+            f"({cluster.policy_nodes} x {gpus}): change cluster.nodes, cluster.gpus_per_node or the sizes"
+        )
+    elif dp * split.ranks != cluster.policy_gpus:
+        yield (
+            f"trainer.parallel.dp {dp} x {split.ranks} ranks are not the {cluster.policy_gpus} GPUs of the policy "
+            f"({cluster.policy_nodes} x {gpus}): leave dp out and it is derived"
+        )
+    elif (dp * split.ranks) % split.experts:
+        yield (
+            f"trainer.parallel.ep {split.experts} does not divide the policy's {dp * split.ranks} ranks: lower it"
+        )
+    elif split.samples % dp:
+        yield (
+            f"{split.samples} samples of an update cannot be dealt to {dp} data-parallel ranks alike: set "
+            "trainer.batch_samples, or change cluster.nodes"
+        )
+    if gpus % split.engine:
+        yield (
+            f"rollout.engine.tensor_parallel_size {split.engine} does not divide cluster.gpus_per_node {gpus}: an engine "
+            "crosses no node; lower it"
+        )
+    else:
+        room = cluster.engine_nodes * gpus // split.engine
+        if engines != room:
+            yield (
+                f"rollout.workers {engines} engines of {split.engine} GPUs do not fill {cluster.engine_nodes} x {gpus} GPUs, "
+                f"which hold {room}: leave rollout.workers out and it is derived"
+            )
+
+
+def not_there(cluster: ClusterConfig) -> Iterator[str]:
+    """What a run on this cluster would need and this release does not have; a plan may still be looked at."""
+    if cluster.policy_nodes > 1:
+        yield (
+            f"the policy's ranks are processes of one node, not of {cluster.policy_nodes}: lower cluster.nodes - "
+            "cluster.generation_nodes to 1"
+        )
+
+
+def filled(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe with trainer.parallel.dp, rollout.workers and rollout.max_workers where it has a cluster and leaves them out.
+
+    What is malformed is left as it is: the schema says so better.
+    """
+    result = dict(body)
+    try:
+        cluster = ClusterConfig.model_validate(body.get("cluster") or {})
+        split = _split(body)
+    except (ValidationError, TypeError, ValueError, AttributeError):
+        return result
+    if body.get("cluster") is None:
+        return result
+    dp, engines = derived(cluster, split)
+    trainer, rollout = dict(body.get("trainer") or {}), dict(body.get("rollout") or {})
+    parallel = dict(trainer.get("parallel") or {})
+    parallel.setdefault("dp", dp)
+    rollout.setdefault("workers", engines)
+    rollout.setdefault("max_workers", max(int(rollout["workers"]), engines))
+    return result | {"trainer": trainer | {"parallel": parallel}, "rollout": rollout}
+
+
+def _split(body: Mapping[str, Any]) -> Split:
+    trainer, rollout = body.get("trainer") or {}, body.get("rollout") or {}
+    sizes, engine = trainer.get("parallel") or {}, rollout.get("engine") or {}
+    tp, pp, cp = (int(sizes.get(name, 1)) for name in ("tp", "pp", "cp"))
+    if min(tp, pp, cp) < 1:
+        raise ValueError("sizes are positive")
+    return Split(
+        ranks=tp * pp * cp,
+        tp=tp,
+        experts=int(sizes.get("ep", 1)),
+        engine=max(int(engine.get("tensor_parallel_size", 1)), 1),
+        samples=0,
+    )
