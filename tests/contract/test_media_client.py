@@ -60,6 +60,20 @@ async def test_a_warm_read_makes_no_call(service: Running) -> None:
         assert service.library.counters.count("shm_maps") == calls
 
 
+async def test_all_frames_are_mapped_after_one_call(tmp_path: Path) -> None:
+    async with running(tmp_path, shared_memory_when="read") as service:
+        item = await clip_of_pictures(service, range(5), SIZE)
+        async with MediaClient.open(service.grpc) as client:
+            frames = await client.frames(item.ref)
+            assert all((f == pixels_of(png(i, SIZE))).all() for i, f in enumerate(frames))
+            assert counted(client, "payload_bytes/media_stat/serialized") > 0
+            assert counted(client, "payload_bytes/media_get/serialized") == 0
+            client.forget()
+            assert (await client.frame(item.ref, 3) == frames[3]).all()
+            assert counted(client, "payload_bytes/media_get/serialized") == 0
+        assert service.library.counters.count("shm_maps") == 10
+
+
 async def test_what_left_shared_memory_comes_back_by_a_call(service: Running) -> None:
     async with MediaClient.open(service.grpc) as client:
         ref = await client.put_image(png(0, SIZE), "run")

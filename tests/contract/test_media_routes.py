@@ -145,7 +145,7 @@ REFUSED = {
     "SEC-01 file URL": (Put(b"file:///etc/passwd"), Reason.INVALID_MEDIA, "known are"),
     "SEC-03 address": (Put(b"http://169.254.169.254/latest"), Reason.INVALID_MEDIA, "known are"),
     "SEC-05 number": (Put(b"http://2130706433/"), Reason.INVALID_MEDIA, "known are"),
-    "VID-09 nothing": (uniform(b""), Reason.INVALID_MEDIA, ""),
+    "VID-09 nothing": (uniform(b""), Reason.INVALID_MEDIA, "empty|nothing|starts with|ended"),
     "VID-09 no pictures": (uniform(B_FRAMES[:200]), Reason.INVALID_MEDIA, "clip"),
     "VID-11 sound": (uniform(AAC), Reason.INVALID_MEDIA, "no_video_stream"),
     "no sound": (Put(B_FRAMES, MediaKind.AUDIO), Reason.INVALID_MEDIA, "no_audio_stream"),

@@ -132,6 +132,47 @@ async def test_a_cancelled_request_costs_its_process_only() -> None:
         await pool.call(*request())
 
 
+async def test_a_cancelled_request_that_waits_costs_no_process() -> None:
+    async with pictures() as pool:
+        tasks = [asyncio.create_task(pool.call(*request(1000 + i))) for i in range(6)]
+        while not pool.busy:  # noqa: ASYNC110 -- the process has to start
+            await asyncio.sleep(0.001)
+        tasks[-1].cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(answers.pop(), asyncio.CancelledError)
+        assert [answer[0]["shape"][0] for answer in answers] == list(range(1000, 1005))  # type: ignore[index]
+        assert pool.replaced == 0
+
+
+async def test_answers_to_requests_that_are_sent_ahead_do_not_mix() -> None:
+    def shade(value: int) -> bytes:
+        out = io.BytesIO()
+        Image.new("L", (16 + value, 9), value).save(out, "PNG")
+        return out.getvalue()
+
+    async with pictures(size=2) as pool:
+        header = request()[0]
+        answers = await asyncio.gather(*(pool.call(header, shade(value)) for value in range(100)))
+    for value, (answer, body) in enumerate(answers):
+        assert answer["shape"] == [9, 16 + value, 3]
+        assert set(bytes(body)) == {value}
+
+
+async def test_what_is_made_of_an_answer_fails_its_request_alone() -> None:
+    def spoilt(header: object, body: memoryview) -> int:
+        if len(body) == 12:
+            raise OSError("no room")
+        return len(body)
+
+    async with pictures() as pool:
+        made = await asyncio.gather(
+            *(pool.call(*request(side), spoilt) for side in (1, 2, 3)), return_exceptions=True
+        )
+        assert [made[0], made[2]] == [3, 27]
+        assert isinstance(made[1], OSError)
+        assert pool.replaced == 0
+
+
 async def test_closing_leaves_no_process() -> None:
     async with pictures(size=2) as pool:
         pids = [(await pool.warm())["pid"]]
