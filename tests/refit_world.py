@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,6 +125,8 @@ class SmallEngine(FakeEngine):
         self.model.load_weights(tensors(-1).items())
         self.by_plan: list[bool] = []
         self.break_at_load = False
+        self.at_commit: Callable[[], Awaitable[None]] | None = None
+        """Called in the middle of a commit."""
         self.spoiled: set[int] = set()
         """Numbers of versions after whose commit a layer is changed, unseen by any checksum."""
         self.stager = Stager(
@@ -148,6 +150,8 @@ class SmallEngine(FakeEngine):
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool
     ) -> int:
         self._check_alive()
+        if self.at_commit is not None:
+            await self.at_commit()
         loaded = self.stager.commit(manifest_digest)
         self.by_plan.append(loaded.by_plan)
         if int(label.rpartition(":")[2]) in self.spoiled:
@@ -294,12 +298,21 @@ class Remote:
 
 
 def run_receiver(checkpoint: str, name: str, pipe: Any) -> None:
-    """The process of a `Remote`: says its address, then answers each message with (fenced, version, whole)."""
+    """The process of a `Remote`: says its address, then answers each message with (fenced, version, whole).
+
+    After the message "stop at commit" it says so when the next commit is in its gate, and goes no further.
+    """
+
+    async def stop() -> None:
+        pipe.send("in its gate")
+        await asyncio.Event().wait()
 
     async def serve() -> None:
         async with receiving(Path(checkpoint), 1) as (worker,):
             pipe.send(worker.address)
-            while await asyncio.to_thread(pipe.recv):
+            while message := await asyncio.to_thread(pipe.recv):
+                if message == "stop at commit":
+                    worker.engine.at_commit = stop
                 pipe.send((worker.fenced, worker.version.number, worker.whole()))
 
     asyncio.run(serve())

@@ -69,11 +69,17 @@ async def remotes(spawner: Any, checkpoint: Path, count: int) -> AsyncIterator[l
         ]
 
 
-async def state(worker: Remote) -> tuple[bool, int, bool]:
+async def state(worker: Remote, message: object = True) -> tuple[bool, int, bool]:
     """(fenced, version's number, the property holds)."""
-    worker.pipe.send(True)
+    worker.pipe.send(message)
     answer: tuple[bool, int, bool] = await said(worker.pipe)
     return answer
+
+
+async def die_at_the_gate(worker: Remote) -> None:
+    """Kill a worker in the middle of its commit."""
+    assert await said(worker.pipe) == "in its gate"
+    kill(worker.process)
 
 
 class Hooked(list["torch.Tensor"]):
@@ -126,7 +132,7 @@ async def test_a_sender_killed_in_any_phase_leaves_three_workers_whole_and_the_n
         successor.courier.close()
 
 
-@pytest.mark.parametrize("phase", ["before", "broadcast", "staged"])
+@pytest.mark.parametrize("phase", ["before", "broadcast", "staged", "gate"])
 async def test_NCL_01_a_receiver_killed_in_any_phase_is_left_out_and_the_others_commit(
     spawner: Any, tmp_path: Path, phase: str
 ) -> None:
@@ -142,6 +148,10 @@ async def test_NCL_01_a_receiver_killed_in_any_phase_is_left_out_and_the_others_
         outcomes = await sender.stage(workers, shipment, killed)
         if phase == "staged":
             kill(victim.process)
+        dying = None
+        if phase == "gate":
+            assert await state(victim, "stop at commit") == (False, 0, True)
+            dying = asyncio.create_task(die_at_the_gate(victim))
         committed = []
         for worker in workers:
             outcome = outcomes[worker.id]
@@ -152,6 +162,8 @@ async def test_NCL_01_a_receiver_killed_in_any_phase_is_left_out_and_the_others_
                 committed.append(worker.id)
             except OmnifleetError as error:
                 assert worker is victim and error.reason in (Reason.UNAVAILABLE, Reason.DEADLINE), error
+        if dying is not None:
+            await dying
         assert committed == ["w0", "w2"]
         assert [await state(w) for w in workers if w is not victim] == [(False, 1, True)] * 2
         sender.courier.close()

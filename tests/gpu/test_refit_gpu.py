@@ -118,9 +118,12 @@ async def staged(client: RefitClient, snapshot: Snapshot, shipment: Shipment, co
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "NCL_03_tied"])
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
-async def test_every_byte_is_what_a_fresh_engine_loads(tmp_path: Path, transport: str, tied: bool) -> None:
+async def test_every_byte_is_what_a_fresh_engine_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, tied: bool
+) -> None:
     if transport == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model, exported = tmp_path / "model", tmp_path / "exported"
     weights = checkpoint(model, tied=tied)
     trains = {name for name in weights if not name.startswith("visual.")}
@@ -152,3 +155,4 @@ async def test_every_byte_is_what_a_fresh_engine_loads(tmp_path: Path, transport
         theirs = await fresh._rpc("omni_digests")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
+    assert len(list((tmp_path / "cache" / "omnifleet" / "refit-plans").iterdir())) == 1, "the checked plan is kept"

@@ -18,6 +18,7 @@ from PIL import Image
 from omnifleet.auth import Scope
 from omnifleet.client.media import MediaClient
 from omnifleet.client.rollout import RolloutClient
+from omnifleet.client.turns import TurnsClient
 from omnifleet.processor import (
     image_token_id,
     read_image_processor,
@@ -142,7 +143,9 @@ def write_transfer(
         entry.bytes = 4 * tensor.numel()
         if entry.changed:
             entry.offset = len(data)
-            data += tensor.contiguous().numpy().tobytes()
+            raw = tensor.contiguous().numpy().tobytes()
+            entry.digest = bucket_checksum(raw)
+            data += raw
             data += bytes(-len(data) % 64)
     manifest.buckets.add(index=0, bytes=len(data), checksum=bucket_checksum(bytes(data)))
     path.write_bytes(data)
@@ -214,6 +217,7 @@ class Live:
                 media,
                 refit_pb2_grpc.RefitStub(channel),
                 rollout_pb2_grpc.RolloutStub(channel),
+                TurnsClient(channel),
             )
 
 
@@ -226,6 +230,7 @@ class Clients:
     media: MediaClient
     refit: Any
     raw: Any
+    turns: TurnsClient
 
     async def picture(self, colour: str, size: tuple[int, int] = (84, 56)) -> MediaRef:
         out = io.BytesIO()
@@ -275,6 +280,18 @@ class Clients:
             reply: refit_pb2.CommitReply = await self.refit.Commit(request, timeout=30)
         return reply
 
+    async def fetched(self, version: Any) -> dict[str, bytes]:
+        """All source tensors of the version that the worker serves, as a peer would fetch them."""
+        with remote_errors():
+            call = self.refit.Fetch(refit_pb2.FetchRequest(version=version), timeout=60)
+            first, *rest = [part async for part in call]
+        data, at, tensors = b"".join(part.data for part in rest), 0, {}
+        for spec in first.manifest.tensors:
+            tensors[spec.name] = data[at : at + spec.bytes]
+            at += spec.bytes
+        assert at == len(data)
+        return tensors
+
     async def refit_to(
         self,
         weights: dict[str, Any],
@@ -319,14 +336,24 @@ class Clients:
 
 
 def start_live(
-    folder: Path, *, tied: bool, scale: float = 1.0, patience_s: float = 400.0, **engine: Any
+    folder: Path,
+    *,
+    tied: bool,
+    scale: float = 1.0,
+    patience_s: float = 400.0,
+    sleep_level: int | None = None,
+    **engine: Any,
 ) -> Live:
-    """A media service and a worker. engine: settings beside ENGINE. patience_s: how long each may take to come up."""
+    """A media service and a worker. engine: settings beside ENGINE. patience_s: how long each may take to come up.
+
+    sleep_level: the deepest sleep that is asked of the engine.
+    """
     model = folder / "model"
     live = Live(folder / "run", model, make_checkpoint(model, tied=tied, scale=scale))
     live.patience_s = patience_s
     live.run_dir.mkdir()
-    (live.run_dir / "recipe.yaml").write_text(yaml.safe_dump({"rollout": {"engine": {**ENGINE, **engine}}}))
+    rollout = {"engine": {**ENGINE, **engine}, "sleep_level": sleep_level}
+    (live.run_dir / "recipe.yaml").write_text(yaml.safe_dump({"rollout": rollout}))
     try:
         live.start("omnifleet_media", name="media")
         live.start("omnifleet_rollout", "--model", str(model), name="worker-0")

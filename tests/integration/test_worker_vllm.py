@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    live = start_live(tmp_path_factory.mktemp("untied"), tied=False)
+    live = start_live(tmp_path_factory.mktemp("untied"), tied=False, sleep_level=1)
     yield live
     live.close()
     assert [process.returncode for process in live.processes] == [0, 0]
@@ -255,6 +255,36 @@ async def test_a_refit_during_a_reply_moves_its_version(live: Live, shm: Path, p
         await on.check_against_hf([await on.picture("red")])
 
 
+async def test_a_reply_goes_on_with_new_weights_after_its_engine_slept(live: Live, shm: Path) -> None:
+    """The CPU build gives no memory up, but it pauses, drops its caches and loses its requests as a GPU's does."""
+    async with live.clients() as on:
+        weights, done, slept = random_weights(live.weights, 23), None, False
+        picture = await on.picture("red")
+        async for event in on.rollout.stream(
+            prompt_token_ids=on.prompt([picture]),
+            media=[picture],
+            sampling=Sampling(max_tokens=400, ignore_eos=True),
+            identity=WHO,
+            deadline_s=120,
+        ):
+            if isinstance(event, Tokens) and not slept:
+                slept = True
+                assert await on.turns.sleep(1, deadline_s=60) == 1
+                made = await on.counter("tokens_generated")
+                await on.turns.wake(weights_only=True, deadline_s=60)
+                await on.refit_to(weights, shm)
+                assert await on.counter("tokens_generated") == made, (
+                    "nothing is generated in the trainer's turn"
+                )
+                await on.turns.wake(deadline_s=60)
+            if isinstance(event, Done):
+                done = event
+        assert done is not None and done.tokens == 400
+        assert [span.version.number for span in done.spans][-1] == live.number
+        assert len({span.version for span in done.spans}) == 2
+        await on.check_against_hf([picture])
+
+
 async def test_what_is_not_whole_is_refused_and_the_old_weights_serve(live: Live, shm: Path) -> None:
     async with live.clients() as on:
         manifest = on.manifest(random_weights(live.weights, 9), shm)
@@ -331,15 +361,19 @@ async def test_LPR_04_a_stop_string_ends_text_tokens_and_logprobs_together(live:
         assert stop not in tokenizer.decode(cut.token_ids[:-1]), "no token after the one that completed it"
 
 
-async def test_tied_embeddings_are_refitted_and_a_kill_leaves_no_orphan(tmp_path: Path, shm: Path) -> None:
+async def test_NCL_03_tied_embeddings_are_refitted_and_a_kill_leaves_no_orphan(
+    tmp_path: Path, shm: Path
+) -> None:
     live = start_live(tmp_path, tied=True)
     try:
         assert not any("lm_head" in name for name in live.weights)
         async with live.clients() as on:
             await on.check_against_hf()
-            await on.refit_to(random_weights(live.weights, 2), shm)
+            commit = await on.refit_to(random_weights(live.weights, 2), shm)
             await on.check_against_hf()
             await on.check_against_hf([await on.picture("red")])
+            fetched = await on.fetched(commit.version)
+            assert fetched == {name: tensor.numpy().tobytes() for name, tensor in live.weights.items()}
         worker = live.processes[-1]
         children = psutil.Process(worker.pid).children(recursive=True)
         assert children

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+import uvloop
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet_rollout.refit.door import Door, Tell, ask_for_tensors, knock
@@ -14,6 +15,14 @@ from omnifleet_rollout.refit.door import Door, Tell, ask_for_tensors, knock
 
 def no_export(path: str, tensors: Sequence[tuple[str, str]]) -> int:
     raise OmnifleetError(Reason.UNSUPPORTED, f"no {path}")
+
+
+def test_an_order_is_given_from_either_event_loop() -> None:
+    door = Door(lambda manifest, source, tell: tell(len(manifest)), no_export)
+    for factory in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=factory) as runner:
+            assert runner.run(knock(door.name, "x" * (1 << 20), "path")) == 1 << 20
+    door.close()
 
 
 async def test_an_order_for_tensors_is_answered_too() -> None:

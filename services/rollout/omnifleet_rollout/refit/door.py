@@ -95,7 +95,9 @@ async def ask_for_tensors(name: str, path: str, tensors: Sequence[tuple[str, str
 
 async def _order(name: str, order: Mapping[str, Any]) -> int:
     try:
-        reader, writer = await asyncio.open_unix_connection("\0" + name)
+        # Connected by ourselves: uvloop's own way knows no abstract names.
+        caller = await asyncio.to_thread(_connected, name)
+        reader, writer = await asyncio.open_unix_connection(sock=caller)
         try:
             writer.write(json.dumps(order).encode())
             writer.write_eof()
@@ -110,6 +112,18 @@ async def _order(name: str, order: Mapping[str, Any]) -> int:
     if "reason" in word:
         raise OmnifleetError(Reason(word["reason"]), word["message"], word["retryable"], word["knob"])
     return int(word["bytes"])
+
+
+def _connected(name: str) -> socket.socket:
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        caller.settimeout(_READ_S)
+        caller.connect("\0" + name)
+    except OSError:
+        caller.close()
+        raise
+    caller.setblocking(False)
+    return caller
 
 
 def _check_caller(caller: socket.socket) -> None:

@@ -51,6 +51,6 @@ class Lending:
             raise retryable(Reason.VERSION_MOVED, f"this worker serves {serves or 'nothing'}, not {version}")
         if manifest is None:
             raise OmnifleetError(Reason.UNSUPPORTED, f"{version} is the checkpoint's own")
-        if manifest.checksum_algorithm == UNVERIFIED:
+        if manifest.checksum_algorithm == UNVERIFIED or not all(spec.digest for spec in manifest.tensors):
             raise OmnifleetError(Reason.UNSUPPORTED, f"{version} came without digests")
         return manifest
