@@ -1,7 +1,8 @@
 """Gyms: write `Environment.run(session) -> Outcome`, name the class in a recipe, train on it. docs/environments.md is the page.
 
 `session` speaks to the gateway and keeps every token's origin; `play` runs one episode, `pool` many of them in processes of
-their own. The room knows HTTP and tokens. It must not know torch, the training loop or any service's inside.
+their own. `endpoint` is for agents that ask by themselves, `adapters` for gyms of others. The room knows HTTP and tokens. It must
+not know torch, the training loop or any service's inside.
 """
 
 from omnifleet.environments.environment import Environment, load_environment

@@ -29,6 +29,7 @@ from omnifleet.types import FinishReason, LogprobsMode
 
 _SHARED = ("temperature", "top_p")
 _POLL_S = 0.5
+_ENDS = {None: FinishReason.STOP, "max_output_tokens": FinishReason.LENGTH, "aborted": FinishReason.ABORT}
 
 
 class NemoGym(Environment):
@@ -185,7 +186,7 @@ def turns_of(said: Mapping[str, Any]) -> tuple[list[Turn], float]:
             turns[-1],
             prompt_hash=origin["prompt_hash"],
             media=media_of(origin),
-            finish_reason=FinishReason.LENGTH if cut == "max_output_tokens" else FinishReason.STOP,
+            finish_reason=_ENDS[cut],
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise OmnifleetError(
