@@ -178,6 +178,7 @@ class Receiver:
         if self.quarantined:
             raise rejected(f"{self._standing.worker} is quarantined; only the trainer may send it weights")
         copy, body = self._check(manifest)
+        self.rest.check_weights()
         await self._fill(copy, body, source)
         self._staged = _Staged(copy.manifest_digest, version, original, encoder_changed=True)
         return copy.manifest_digest

@@ -67,7 +67,7 @@ class CatchUp:
         A quarantined worker may not: a peer's weights would be those that the canary told against.
         """
         target = self._target()
-        busy = self._standing.draining or self._receiver.receiving
+        busy = self._standing.draining or self._receiver.receiving or self._receiver.rest.asleep
         if target is None or busy or self._receiver.quarantined:
             return False
         return bool(self._standing.fence) or not _at(self._standing.version, target)
