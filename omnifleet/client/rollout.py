@@ -132,12 +132,14 @@ class RolloutClient:
         deadline_s: float,
         return_prompt_token_ids: bool = True,
         return_text: bool = False,
+        extras: Sequence[str] = (),
         priority: int = 0,
         request_id: str = "",
     ) -> Generation:
         """All `sampling.n` samples of one prompt.
 
         prompt_token_ids: unexpanded (one placeholder a media item). logprobs_mode: refused if the engine's differs.
+        extras: "routed_experts", "sampling_mask": refused if the engine returns none.
         deadline_s: seconds for everything, waits and retries included. A sample that fails is in `failures`;
         a request that is refused raises. OVERLOADED and NO_WORKER are retried as advised until the deadline.
         """
@@ -151,6 +153,7 @@ class RolloutClient:
             deadline_s=deadline_s,
             return_prompt_token_ids=return_prompt_token_ids,
             return_text=return_text,
+            extras=extras,
             priority=priority,
             request_id=(request_id := request_id or uuid.uuid4().hex),
             whole_samples=True,
@@ -170,6 +173,7 @@ class RolloutClient:
         deadline_s: float,
         return_prompt_token_ids: bool = True,
         return_text: bool = False,
+        extras: Sequence[str] = (),
         priority: int = 0,
         request_id: str = "",
         whole_samples: bool = False,
@@ -191,6 +195,7 @@ class RolloutClient:
             expected_logprobs_mode=str(logprobs_mode or ""),
             whole_samples=whole_samples,
             batched=True,
+            extras=extras,
         )
         async with aclosing(self._events(request, time.monotonic() + deadline_s)) as messages:
             async for message in messages:

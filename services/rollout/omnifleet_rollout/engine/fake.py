@@ -21,6 +21,7 @@ from omnifleet.types import FinishReason, InFlight, LogprobsMode, MediaKind, Med
 from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import DTYPE_BYTES
 from omnifleet_rollout.engine.port import (
+    EXTRAS,
     EngineDelta,
     EngineFacts,
     EnginePrompt,
@@ -96,7 +97,14 @@ class FakeEngine:
         self._count_features = count_features or _four_features
         self._experts, self._masks = experts, masks
         self._facts = EngineFacts(
-            "fake 0", "fake", logprobs_mode, max_model_len, max_num_seqs, tuple(table or fake_table()), sparse=True
+            "fake 0",
+            "fake",
+            logprobs_mode,
+            max_model_len,
+            max_num_seqs,
+            tuple(table or fake_table()),
+            sparse=True,
+            extras=tuple(name for name, there in zip(EXTRAS, (experts, masks), strict=True) if there),
         )
         self._label = "default"
         self._running: dict[str, _Running] = {}

@@ -76,12 +76,17 @@ class EngineDelta:
     sampling_mask: list[list[int]] | None = None
 
 
+EXTRAS = ("routed_experts", "sampling_mask")
+"""What an engine may return beside tokens: fields of `EngineDelta`, and settings `rollout.engine.return_...`."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What does not change while the engine lives.
 
     info: "vllm 0.32.0". tensors: the table of the checkpoint that was loaded (name, dtype, shape).
     transports: refit transports. shadow: a refit is staged beside the weights that serve. ranks: processes with weights.
+    extras: of EXTRAS, those that come with each reply.
     sparse: tensors may come as what turns the committed version's bytes into the new ones.
     """
 
@@ -95,6 +100,7 @@ class EngineFacts:
     shadow: bool = True
     ranks: int = 1
     sparse: bool = False
+    extras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

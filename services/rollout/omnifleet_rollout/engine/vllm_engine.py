@@ -22,6 +22,7 @@ from omnifleet.types import FinishReason, InFlight, MediaRef, Sampling
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.checkpoint import read_config, read_table
 from omnifleet_rollout.engine.port import (
+    EXTRAS,
     EngineDelta,
     EngineFacts,
     EnginePrompt,
@@ -100,6 +101,7 @@ class VllmEngine:
             tensors=self._table,
             transports=tuple(ranks[0]["transports"]),
             ranks=len(ranks),
+            extras=tuple(name for name in EXTRAS if getattr(engine, f"return_{name}")),
             sparse=all(not rank["plan"] for rank in ranks),
         )
         self._polling = asyncio.create_task(self._poll_counters())

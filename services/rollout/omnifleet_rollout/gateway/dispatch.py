@@ -135,9 +135,7 @@ class Dispatcher:
             self.accounts.refuse(error)
             raise
 
-    async def _events(
-        self, flight: Flight, n: int
-    ) -> AsyncGenerator[list[rollout_pb2.GenerateEvent], None]:
+    async def _events(self, flight: Flight, n: int) -> AsyncGenerator[list[rollout_pb2.GenerateEvent], None]:
         ended = 0
         held: list[rollout_pb2.GenerateEvent] = []
         while ended < n:
@@ -219,6 +217,8 @@ class Dispatcher:
                 log.info("request %s sample %d: %s", flight.request.request_id, progress.index, error)
             finally:
                 self._router.give_back(worker)
+            if flight.extras and progress.token_ids:
+                self._begin_again(flight, progress, worker)
             reason = progress.complete(self._eos(), self._decode())
             if reason is not None:
                 self._end(flight, progress, progress.finished(reason))
@@ -226,6 +226,15 @@ class Dispatcher:
             worker = await self._placement.again(flight, avoid)
             if progress.token_ids:
                 self.accounts.note("continuations")
+
+    def _begin_again(self, flight: Flight, progress: Progress, worker: str) -> None:
+        """Of a sample that must have more than tokens. Raises WORKER_LOST if the caller has seen tokens of it."""
+        if not flight.request.whole_samples:
+            raise retryable(
+                Reason.WORKER_LOST, f"{', '.join(flight.extras)} of the tokens so far went with {worker}"
+            )
+        progress.begin_again()
+        self.accounts.note("begun_again")
 
     def _judge(
         self, flight: Flight, progress: Progress, error: OmnifleetError, failures: Counter[Reason]

@@ -36,6 +36,12 @@ class Flight:
     _events: asyncio.Queue[rollout_pb2.GenerateEvent] = field(default_factory=asyncio.Queue)
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_CHUNKS))
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What each of its samples must have beside tokens: asked for, or, in a whole sample, what the engine returns."""
+        told = self.echo.extras if self.echo is not None and self.request.whole_samples else ()
+        return tuple(self.request.extras or told)
+
     @staticmethod
     def of(request: rollout_pb2.GenerateRequest, deadline: float) -> Flight:
         """A request that was checked."""

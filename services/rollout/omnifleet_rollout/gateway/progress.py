@@ -54,6 +54,10 @@ class Progress:
             token_ids=self.token_ids, logprobs=self.logprobs, spans=spans_to_wire(self.spans)
         )
 
+    def begin_again(self) -> None:
+        """Forget all that was made."""
+        self.token_ids, self.logprobs, self.spans, self.text = [], [], [], ""
+
     def complete(self, eos: Collection[int], decode: Decode | None) -> FinishReason | None:
         """Why nothing is left to make, or None: for a worker that was lost after the last token."""
         if not self.token_ids:

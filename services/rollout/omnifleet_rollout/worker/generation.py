@@ -14,7 +14,7 @@ from functools import partial
 from omnifleet.address import token_digest
 from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.telemetry.counters import Counters
-from omnifleet.types import FinishReason, LogprobsMode, Sampling, VersionSpan
+from omnifleet.types import FinishReason, Sampling, VersionSpan
 from omnifleet.wire import rollout_pb2
 from omnifleet.wire.batches import packed
 from omnifleet.wire.codec import (
@@ -24,13 +24,23 @@ from omnifleet.wire.codec import (
     spans_from_wire,
     spans_to_wire,
 )
-from omnifleet_rollout.engine.port import Engine, EngineDelta, EnginePrompt, EngineRequest
+from omnifleet.wire.server import MESSAGE_BYTES
+from omnifleet_rollout.engine.port import (
+    EXTRAS,
+    Engine,
+    EngineDelta,
+    EngineFacts,
+    EnginePrompt,
+    EngineRequest,
+)
 from omnifleet_rollout.worker.extras import Extras
 from omnifleet_rollout.worker.gate import Ending, Flight, Gate, ended_error
 from omnifleet_rollout.worker.mailbox import PACE_S, WHOLE_PACE_S, Mailbox
 from omnifleet_rollout.worker.provenance import Provenance
 
 log = logging.getLogger("omnifleet.rollout.generation")
+_LARGEST = MESSAGE_BYTES - (64 << 10)
+"""Bytes of the end of a sample: it goes in one message, alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,7 @@ class Generation:
 
         Raises OmnifleetError before the first event only; later failures are events of their sample.
         """
-        sampling = check_request(request, self._engine.facts.logprobs_mode)
+        sampling = check_request(request, self._engine.facts)
         bound = bound_from_wire(request.weight_version)
         self._gate.reserve(sampling.n)
         flights = [Flight(request.request_id, bound) for _ in range(sampling.n)]
@@ -134,6 +144,7 @@ class Generation:
             engine=self._engine.facts.info,
             processor_fingerprints=call.prompt.fingerprints,
             max_tokens=call.sampling.max_tokens,
+            extras=self._engine.facts.extras,
         )
         return rollout_pb2.GenerateEvent(prompt=echo)
 
@@ -141,7 +152,7 @@ class Generation:
         provenance = Provenance(self._standing.worker, call.prefix_spans, len(call.prefix))
         reply = Reply(index, flight, list(call.prefix), provenance, Extras(len(call.prefix)))
         try:
-            last = await self._reply(call, reply, mailbox)
+            finished = _finished(reply, await self._reply(call, reply, mailbox))
         except OmnifleetError as error:
             self._counters.add("samples_failed")
             mailbox.fail(index, error)
@@ -151,7 +162,7 @@ class Generation:
             mailbox.fail(index, OmnifleetError(Reason.ENGINE_ERROR, message, retryable=True))
         else:
             self._counters.add("samples_finished")
-            mailbox.finish(index, _finished(reply, last))
+            mailbox.finish(index, finished)
         finally:
             self._gate.leave(flight)
 
@@ -231,7 +242,7 @@ class Generation:
         )
 
 
-def check_request(request: rollout_pb2.GenerateRequest, mode: LogprobsMode) -> Sampling:
+def check_request(request: rollout_pb2.GenerateRequest, facts: EngineFacts) -> Sampling:
     """What can be refused without looking at engine or weights. Raises UNSUPPORTED, INVALID_REQUEST, LOGPROBS_MODE."""
     if request.WhichOneof("prompt") != "tokens":
         raise OmnifleetError(
@@ -246,10 +257,19 @@ def check_request(request: rollout_pb2.GenerateRequest, mode: LogprobsMode) -> S
         raise invalid("the prompt has no tokens")
     if request.continuation.token_ids and sampling.n != 1:
         raise invalid(f"a continuation is of one sample, sampling.n is {sampling.n}")
-    if request.expected_logprobs_mode not in ("", str(mode)):
+    for name in request.extras:
+        if name not in EXTRAS:
+            raise invalid(f"extras: {name!r} is none of {', '.join(EXTRAS)}")
+        if name not in facts.extras:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED,
+                f"{facts.info} returns no {name} here",
+                knob=f"rollout.engine.return_{name}",
+            )
+    if request.expected_logprobs_mode not in ("", str(facts.logprobs_mode)):
         raise OmnifleetError(
             Reason.LOGPROBS_MODE,
-            f"the engine gives {mode} logprobs, the request expects {request.expected_logprobs_mode}",
+            f"the engine gives {facts.logprobs_mode} logprobs, the request expects {request.expected_logprobs_mode}",
             knob="rollout.logprobs_mode",
         )
     return sampling
@@ -268,7 +288,8 @@ def _check_logprobs(delta: EngineDelta) -> None:
 
 
 def _finished(reply: Reply, last: EngineDelta) -> rollout_pb2.Finished:
-    return rollout_pb2.Finished(
+    """The end of a sample. Raises LIMIT_EXCEEDED if what came beside its tokens fits into no message."""
+    finished = rollout_pb2.Finished(
         finish_reason=str(last.finish),
         stop_reason=last.stop_reason,
         spans=spans_to_wire(reply.provenance.spans),
@@ -277,6 +298,14 @@ def _finished(reply: Reply, last: EngineDelta) -> rollout_pb2.Finished:
         routed_experts=reply.extras.routed_experts(),
         sampling_mask=reply.extras.sampling_mask(),
     )
+    if finished.ByteSize() > _LARGEST:
+        raise OmnifleetError(
+            Reason.LIMIT_EXCEEDED,
+            f"routed experts of {len(finished.routed_experts)} and a sampling mask of {len(finished.sampling_mask)} bytes "
+            f"do not fit into a message of {MESSAGE_BYTES}",
+            knob="rollout.engine.max_model_len",
+        )
+    return finished
 
 
 def _seed(seed: int | None, index: int, done: int) -> int | None:

@@ -20,7 +20,7 @@ from omnifleet_rollout.gateway.session_key import merged
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request but for its prompt. timeout_s: None = the gateway's own limit."""
+    """One request but for its prompt. timeout_s: None = the gateway's own limit. extras: see `CommonFields`."""
 
     who: Identity
     sampling: Sampling
@@ -28,6 +28,7 @@ class Ask:
     priority: int
     model: str
     timeout_s: float | None
+    extras: tuple[str, ...] = ()
 
 
 def ask(gateway: Gateway, http: Request, request: CommonFields) -> Ask:
@@ -47,6 +48,7 @@ def ask(gateway: Gateway, http: Request, request: CommonFields) -> Ask:
         priority=request.priority,
         model=request.model or names[0],
         timeout_s=timeout_of(http.headers),
+        extras=request.extras,
     )
 
 
@@ -64,6 +66,7 @@ async def events(
         priority=asked.priority,
         return_prompt_token_ids=with_ids,
         whole_samples=not stream,
+        extras=asked.extras,
     )
     async with aclosing(gateway.generate(request, asked.timeout_s)) as batches:
         async for batch in batches:

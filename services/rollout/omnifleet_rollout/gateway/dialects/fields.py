@@ -99,6 +99,8 @@ class CommonFields(BaseModel):
     return_token_ids: bool = False
     return_media: bool = False
     return_provenance: bool = False
+    return_routed_experts: bool = False
+    return_sampling_mask: bool = False
     weight_version: dict[str, Any] | None = None
     identity: IdentityBody = IdentityBody()
 
@@ -111,6 +113,11 @@ class CommonFields(BaseModel):
     def limit(self) -> int | None:
         """Longest reply asked for, tokens."""
         return None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What the engine must return beside tokens."""
+        return tuple(n for n in ("routed_experts", "sampling_mask") if getattr(self, f"return_{n}"))
 
     def sampling(self, defaults: SamplingConfig) -> Sampling:
         """How tokens are drawn: the request's word, else the recipe's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,10 @@ from omnifleet_rollout.gateway.text import TextStream
 
 @dataclass(slots=True)
 class Choice:
-    """One sample. said: all text so far, stop strings and what follows cut off. parsed: set at the end."""
+    """One sample. said: all text so far, stop strings and what follows cut off. parsed: set at the end.
+
+    extras: set at the end: name -> safetensors in base64, for each that was asked for.
+    """
 
     index: int
     text: TextStream
@@ -31,6 +35,7 @@ class Choice:
     finish: FinishReason | None = None
     cached: int = 0
     parsed: Parsed | None = None
+    extras: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class Reply:
                 choice = self.choices[event.sample]
                 choice.finish, choice.spans = event.finish_reason, event.spans
                 choice.cached = event.cached_prompt_tokens
+                choice.extras = {n: b64encode(getattr(event, n)).decode() for n in self.request.extras}
                 text = choice.text.flush()
                 piece = self._piece(choice, text, [], [], event.spans)
                 choice.parsed = self._parse(choice.said)
@@ -202,13 +208,14 @@ class Reply:
         body: dict[str, Any] = {"weight_versions": self.versions(piece.spans)}
         if self.with_ids:
             body |= {"generation_token_ids": piece.token_ids, "generation_log_probs": piece.logprobs}
-        return body
+        return body | piece.choice.extras
 
     def training(self, choice: Choice) -> dict[str, Any]:
-        """The three fields that NeMo Gym's ...ForTraining types add to what the model said; empty if not asked for."""
+        """What NeMo Gym's ...ForTraining types add to what the model said: three fields if ids were asked for, and extras."""
         if not self.with_ids or self.seen is None:
-            return {}
+            return dict(choice.extras)
         return {
+            **choice.extras,
             "prompt_token_ids": self.seen.token_ids,
             "generation_token_ids": choice.token_ids,
             "generation_log_probs": choice.logprobs,
