@@ -10,6 +10,7 @@ from typing import Any
 
 from omnifleet.address import canonical_json
 from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.prompt import NO_BRACKETS, Brackets
 
 _NOT_SEMANTIC = frozenset(
     {
@@ -37,6 +38,16 @@ _CLIPS_OF = {
 }
 
 
+_BRACKETED = frozenset(
+    {
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+        "NemotronH_Omni_Reasoning_V3",
+        "nemotron_h_omni",
+    }
+)
+_BRACKETS = ("<img>", "</img>")
 _CLIP_SETTINGS = {
     "NemotronH_Omni_Reasoning_V3VideoProcessor": frozenset(
         {
@@ -131,6 +142,28 @@ def video_token_id(model_dir: Path) -> int:
     Families without one of their own write clips with the image token.
     """
     return _token_id(model_dir, (*_VIDEO_PLACEHOLDERS, *_IMAGE_PLACEHOLDERS), "video")
+
+
+def picture_brackets(model_dir: Path) -> Brackets:
+    """Tokens around the features of every picture: those of Nemotron Omni, whose chat template writes `<image>` alone.
+
+    Raises OmnifleetError(MODEL_MISSING) without config.json, INVALID_CONFIG if the tokenizer lacks one of them.
+    """
+    config = _read_json(model_dir / "config.json")
+    if config is None:
+        raise OmnifleetError(
+            Reason.MODEL_MISSING, f"{model_dir / 'config.json'} is missing", knob="model.path"
+        )
+    if not _BRACKETED & {*(config.get("architectures") or ()), config.get("model_type")}:
+        return NO_BRACKETS
+    tokenizer = _read_json(model_dir / "tokenizer.json") or {}
+    ids = {added.get("content"): added.get("id") for added in tokenizer.get("added_tokens") or ()}
+    opening, closing = (ids.get(word) for word in _BRACKETS)
+    if not isinstance(opening, int) or not isinstance(closing, int):
+        raise invalid(
+            f"{model_dir}/tokenizer.json has no {' or '.join(_BRACKETS)}", reason=Reason.INVALID_CONFIG
+        )
+    return (opening,), (closing,)
 
 
 def _token_id(model_dir: Path, names: tuple[str, ...], kind: str) -> int:

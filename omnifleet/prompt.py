@@ -6,9 +6,15 @@ from collections.abc import Collection, Sequence
 
 from omnifleet.errors import invalid
 
+Brackets = tuple[tuple[int, ...], tuple[int, ...]]
+"""Tokens that a family writes before and after the features of every picture, its chat template having written none."""
+NO_BRACKETS: Brackets = ((), ())
 
-def expand_placeholders(token_ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> list[int]:
-    """Repeat the k-th `placeholder` of an unexpanded prompt `counts[k]` times.
+
+def expand_placeholders(
+    token_ids: Sequence[int], placeholder: int, counts: Sequence[int], brackets: Brackets = NO_BRACKETS
+) -> list[int]:
+    """Repeat the k-th `placeholder` of an unexpanded prompt `counts[k]` times, between the family's brackets.
 
     token_ids: [T] ids; counts: features of each media item, in order. Returns the expanded ids.
     Raises OmnifleetError(INVALID_REQUEST) if placeholders and items differ in number.
@@ -21,8 +27,9 @@ def expand_placeholders(token_ids: Sequence[int], placeholder: int, counts: Sequ
         )
     expanded: list[int] = []
     remaining = iter(counts)
+    before, after = brackets
     for token in token_ids:
-        expanded.extend([token] * next(remaining) if token == placeholder else [token])
+        expanded.extend([*before, *[token] * next(remaining), *after] if token == placeholder else [token])
     return expanded
 
 
@@ -41,7 +48,10 @@ def placeholder_ranges(
 
 
 def lay_out(
-    token_ids: Sequence[int], items: Sequence[tuple[int, int]], placeholders: Collection[int]
+    token_ids: Sequence[int],
+    items: Sequence[tuple[int, int]],
+    placeholders: Collection[int],
+    brackets: Brackets = NO_BRACKETS,
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Expand a prompt with media of several kinds; (expanded ids, (offset, length) of each item within them).
 
@@ -60,11 +70,14 @@ def lay_out(
         )
     ids: list[int] = []
     ranges: list[tuple[int, int]] = []
+    before, after = brackets
     for token in token_ids:
-        length = items[len(ranges)][1] if token in placeholders else 1
-        if token in placeholders:
-            ranges.append((len(ids), length))
-        ids.extend([token] * length)
+        if token not in placeholders:
+            ids.append(token)
+            continue
+        length = items[len(ranges)][1]
+        ranges.append((len(ids) + len(before), length))
+        ids += [*before, *[token] * length, *after]
     return ids, ranges
 
 

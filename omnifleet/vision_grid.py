@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omnifleet.errors import invalid
+from omnifleet.prompt import Brackets
 
 _QWEN_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 _QWEN_CLIP_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
@@ -91,15 +92,34 @@ def nemotron_clip_text(
     times_s: seconds of each frame, as the manifest of a `nemotron_vl@1` clip has them (whole milliseconds a frame).
     """
     chunk = opening + token * tokens_per_moment + closing
-    lines = []
+    return "".join(label + chunk for label in nemotron_clip_labels(times_s, temporal_patch))
+
+
+def nemotron_clip_labels(times_s: Sequence[float], temporal_patch: int = 2) -> list[str]:
+    """What stands before the tokens of each temporal patch of a clip; all but the first begin on a new line.
+
+    vLLM tokenises each of them alone, so that no token spans a label and what is before it.
+    """
+    labels = []
     for first in range(0, len(times_s), temporal_patch):
-        labels = [
+        frames = [
             f"frame {i + 1} sampled at {times_s[i]:.2f} seconds"
             for i in range(first, min(first + temporal_patch, len(times_s)))
         ]
-        labels[0] = labels[0].capitalize()
-        lines.append(" and ".join(labels) + ": " + chunk)
-    return "\n".join(lines)
+        frames[0] = frames[0].capitalize()
+        labels.append(("\n" if first else "") + " and ".join(frames) + ": ")
+    return labels
+
+
+def nemotron_clip_ids(
+    labels: Sequence[Sequence[int]], tokens_per_moment: int, token: int, brackets: Brackets
+) -> list[int]:
+    """A clip in a Nemotron Omni prompt as vLLM has it: `labels` tokenised one by one, each before its bracketed tokens."""
+    before, after = brackets
+    ids: list[int] = []
+    for label in labels:
+        ids += [*label, *before, *[token] * tokens_per_moment, *after]
+    return ids
 
 
 def _qwen_budget(config: Mapping[str, Any], default: Mapping[str, int]) -> tuple[int, int]:

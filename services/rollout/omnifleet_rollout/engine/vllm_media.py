@@ -30,6 +30,7 @@ from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.processor import (
     ProcessorSpec,
     image_token_id,
+    picture_brackets,
     read_image_processor,
     read_video_processor,
     video_token_id,
@@ -80,6 +81,7 @@ class PromptMedia:
         self._architecture, self._limit = architecture, engine.max_model_len
         self._find_media, self._secret = find_media, secret
         self._kinds = _modalities(model, architecture, engine)
+        self._brackets = picture_brackets(model)
         self.tokens = _placeholders(model)
         """Placeholder tokens of the model, also those of kinds that are not served."""
         self._client: MediaClient | None = None
@@ -97,7 +99,7 @@ class PromptMedia:
         self._check(media)
         segments = [await self._segment(ref, run) for ref in media]
         wanted = [(self._kinds[r.kind].token, s.token_count) for r, s in zip(media, segments, strict=True)]
-        ids, ranges = lay_out(token_ids, wanted, self.tokens)
+        ids, ranges = lay_out(token_ids, wanted, self.tokens, self._brackets)
         if len(ids) >= self._limit:
             raise invalid(
                 f"the expanded prompt has {len(ids)} tokens, max_model_len is {self._limit}",

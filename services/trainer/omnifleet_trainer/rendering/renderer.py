@@ -12,7 +12,7 @@ from omnifleet.address import source_digest, token_digest
 from omnifleet.client.media import Segment
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.processor import ImageProcessorSpec, ProcessorSpec
-from omnifleet.prompt import expand_placeholders
+from omnifleet.prompt import NO_BRACKETS, Brackets, expand_placeholders
 from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet_trainer.rendering.template import ChatTemplate
 
@@ -63,8 +63,13 @@ class Renderer:
         run: str,
         max_prompt_tokens: int,
         clips: ProcessorSpec | None = None,
+        brackets: Brackets = NO_BRACKETS,
     ) -> None:
-        """placeholder: the checkpoint's image token. max_prompt_tokens: longest expanded prompt. clips: processor of clips."""
+        """placeholder: the checkpoint's image token. max_prompt_tokens: longest expanded prompt. clips: processor of clips.
+
+        brackets: tokens that the family writes around a picture's features.
+        """
+        self._brackets = brackets
         self._template = template
         self._media = media
         self._processor = processor
@@ -96,7 +101,8 @@ class Renderer:
             *(self._media.segment(ref, self._processor, self._run) for ref in media)
         )
         token_ids = self._template.render(row.text, len(media))
-        expanded = expand_placeholders(token_ids, self._placeholder, [s.token_count for s in segments])
+        counts = [segment.token_count for segment in segments]
+        expanded = expand_placeholders(token_ids, self._placeholder, counts, self._brackets)
         if len(expanded) > self._max_prompt_tokens:
             raise invalid(
                 f"prompt {row.prompt_id!r} has {len(expanded)} tokens, at most {self._max_prompt_tokens}",

@@ -16,7 +16,13 @@ from omnifleet.client.reward import RewardClient
 from omnifleet.client.rollout import RolloutClient
 from omnifleet.config.recipe import Recipe, ScorerConfig
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.processor import ProcessorSpec, image_token_id, read_image_processor, read_video_processor
+from omnifleet.processor import (
+    ProcessorSpec,
+    image_token_id,
+    picture_brackets,
+    read_image_processor,
+    read_video_processor,
+)
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Sampling, WeightVersion
 from omnifleet_trainer.batch.extras import Replay
@@ -156,6 +162,7 @@ async def assembled(
             run=name,
             max_prompt_tokens=recipe.longest_prompt,
             clips=_clips(model, recipe.rollout.engine.clips),
+            brackets=picture_brackets(model),
         )
         prompter = Prompter(
             renderer,
