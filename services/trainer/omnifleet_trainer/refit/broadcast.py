@@ -99,16 +99,16 @@ class BroadcastSender(RefitSender):
         """The version published last."""
         return self._current.version if self._current else None
 
-    async def publish(self, *args: Any, **kwargs: Any) -> RefitReport:
+    async def publish(self, number: int, *args: Any, **kwargs: Any) -> RefitReport:
         """See `RefitSender.publish`. Waits for catch-ups that still read the version before."""
         async with self._using:
-            await self._keep()
-            return await super().publish(*args, **kwargs)
+            await self._keep(number)
+            return await super().publish(number, *args, **kwargs)
 
-    async def _keep(self) -> None:
+    async def _keep(self, number: int) -> None:
         """Copy the newest version to the host before the next one is packed over it. Without room there is no way back."""
         current = self._current
-        if self.guard is None or current is None:
+        if self.guard is None or current is None or number <= current.version.number:
             return
         async with self._keeping:
             earlier, self._kept = self._kept, None

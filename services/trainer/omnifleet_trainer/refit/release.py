@@ -59,7 +59,7 @@ class Release:
         if self.delta is None:
             return self.complete()
         if sparse and self.step is not None and self.takes_step(parent):
-            specs = [self.step.specs.get(name) or _unchanged(self._spec(name)) for name in self.base.specs]
+            specs = [self.step.specs.get(name) or _unchanged(self.spec(name)) for name in self.base.specs]
             return self._parcel(specs, self.step, parent)
         tensors = [self.delta.specs.get(name) or _unchanged(spec) for name, spec in self.base.specs.items()]
         return self._parcel(tensors, self.delta, parent)
@@ -99,7 +99,8 @@ class Release:
         """One tensor of this version, mapped from the file that holds it."""
         return self._holder(name).read(name)
 
-    def _spec(self, name: str) -> refit_pb2.TensorSpec:
+    def spec(self, name: str) -> refit_pb2.TensorSpec:
+        """What this version's manifests say of one tensor."""
         return self._holder(name).specs[name]
 
     def _holder(self, name: str) -> Transfer:
@@ -168,20 +169,27 @@ def add_step(release: Release, before: Release, folder: Path, bucket_bytes: int)
     """Give a release the step from the one before, if that is smaller than its delta. Blocks while it compares."""
     if release.delta is None:
         return
+    with release.base.in_use(), release.delta.in_use(), (before.delta or before.base).in_use():
+        moved = _moved(release, before, release.delta.size)
+        if moved:
+            release.step = pack(folder, f"{_label(release.version)}-step", moved, bucket_bytes)
+            release.step_from = before.version.number
+
+
+def _moved(release: Release, before: Release, limit: int) -> list[RawTensor]:
+    """Tensors that differ between two releases, each in its smaller form; none if all of them take `limit` bytes or more."""
     moved, size = [], 0
     for name in release.base.specs:
-        if release._spec(name).digest == before._spec(name).digest:
+        if release.spec(name).digest == before.spec(name).digest:
             continue
         old, new = before.read(name), release.read(name)
         payload = encode_sparse(old.data, new.data, DTYPE_BYTES[new.dtype])
         moved.append(new if payload is None else replace(new, sparse=memoryview(payload)))
         stored = new.data.nbytes if payload is None else len(payload)
         size += stored + -stored % ALIGN_BYTES
-        if size >= release.delta.size:
-            return
-    if moved:
-        release.step = pack(folder, f"{_label(release.version)}-step", moved, bucket_bytes)
-        release.step_from = before.version.number
+        if size >= limit:
+            return []
+    return moved
 
 
 def _unchanged(spec: refit_pb2.TensorSpec) -> refit_pb2.TensorSpec:
