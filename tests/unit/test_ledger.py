@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +199,35 @@ def test_retention_empties_payloads_and_keeps_the_account(ledger: SqliteLedger, 
     assert (row.reward, row.reward_version, row.media_digests) == (1.0, "exact@1", "ab" * 32)
     assert [(s.version.number, s.start, s.end, s.worker) for s in row.spans] == [(0, 0, 1, "worker-0")]
     assert row.identity.prompt_id == "p0" and row.as_json()["reward"] == 1.0
+
+
+def test_retention_keeps_the_file_from_growing_with_payloads(tmp_path: Path) -> None:
+    """A payload of some 3 KB has its page for itself: emptied, the row must leave that page to others."""
+    chance = random.Random(0)
+
+    def pages_after(steps: int, keep: int | None) -> int:
+        path = tmp_path / f"{steps}-{keep}.sqlite"
+        ledger = SqliteLedger(path, owner="me")
+        ledger.roll_back_to(0, "a")
+        ledger.add_epoch(0, [f"p{i}" for i in range(steps)])
+        for step in range(1, steps + 1):
+            (lease,) = ledger.lease_next(1, version=step - 1, ttl_s=60)
+            group = group_of(lease, samples=4)
+            for trajectory in group.trajectories:
+                trajectory.token_ids = [chance.randrange(150_000) for _ in range(256)]
+                trajectory.logprobs = [-chance.random() for _ in range(256)]
+            ledger.record_group(lease, group)
+            ledger.consume([lease.attempt], step=step, version=step - 1)
+            if keep is not None:
+                ledger.forget_payloads(step - keep)
+        ledger.close()
+        with sqlite3.connect(path) as db:
+            return int(db.execute("PRAGMA page_count").fetchone()[0])
+
+    assert pages_after(60, keep=5) < pages_after(60, keep=None) / 3
+    rows = list(LedgerReader(tmp_path / "60-5.sqlite").rows())
+    assert [row.prompt_id for row in rows] == [f"p{i}" for i in range(60) for _ in range(4)], "in their order"
+    assert [row.identity.sample for row in rows] == [0, 1, 2, 3] * 60
 
 
 def test_a_rollback_past_what_retention_took_asks_the_prompt_again(ledger: SqliteLedger) -> None:

@@ -33,6 +33,15 @@ from omnifleet_trainer.ledger.queries import count_all
 _BUSY_S = 10.0
 _UNCOUNTED = (Outcome.INFRA_ERROR, Outcome.STALE)
 
+_EXPIRED_FULL = "SELECT id FROM groups WHERE state = 'expired' AND payload != x''"
+_CONSUMED_FULL = """
+    SELECT g.id FROM groups g WHERE g.state = 'consumed' AND g.payload != x'' AND EXISTS (
+        SELECT 1 FROM trajectories t JOIN consumptions c ON c.trajectory = t.id AND c.voided_by IS NULL
+        WHERE t.group_id = g.id AND c.step < ?)
+"""
+_MOVE_EMPTIED = "UPDATE trajectories SET payload = x'', rowid = ? WHERE id = ?"
+"""To the end of the table, where many share a page: emptied in place, each row would keep its page for itself."""
+
 
 class SqliteLedger:
     """The one writer of a run's ledger, held by a file lock. See `omnifleet_trainer.ledger.port.Ledger`."""
@@ -265,18 +274,19 @@ class SqliteLedger:
     def forget_payloads(self, before_step: int) -> int:
         """Empty the payloads of groups that no resume can need: consumed by steps below `before_step`, or expired.
 
-        Rows, rewards, versions, spans and digests stay. The file does not shrink; new rows take the freed pages.
-        Returns how many groups were emptied.
+        Rows, rewards, versions, spans and digests stay. The file does not shrink; new rows take the freed pages. A pass
+        looks at groups with a payload only, however long the run is. Returns how many groups were emptied.
         """
-        old = """payload != x'' AND (state = 'expired' OR (state = 'consumed' AND id IN (
-            SELECT t.group_id FROM consumptions c JOIN trajectories t ON t.id = c.trajectory
-            WHERE c.voided_by IS NULL AND c.step < ?)))"""
         with self._transaction() as db:
-            db.execute(
-                f"UPDATE trajectories SET payload = x'' WHERE group_id IN (SELECT id FROM groups WHERE {old})",
-                (before_step,),
-            )
-            return db.execute(f"UPDATE groups SET payload = x'' WHERE {old}", (before_step,)).rowcount
+            old = [row[0] for row in db.execute(_EXPIRED_FULL)]
+            old += [row[0] for row in db.execute(_CONSUMED_FULL, (before_step,))]
+            end = int(db.execute("SELECT coalesce(max(rowid), 0) FROM trajectories").fetchone()[0])
+            for group in old:
+                rows = db.execute("SELECT id FROM trajectories WHERE group_id = ?", (group,)).fetchall()
+                db.executemany(_MOVE_EMPTIED, ((end + i, id) for i, (id,) in enumerate(rows, 1)))
+                end += len(rows)
+                db.execute("UPDATE groups SET payload = x'' WHERE id = ?", (group,))
+            return len(old)
 
     def first_open(self) -> tuple[int, int] | None:
         """Place (epoch, position) of the first occurrence that is pending or leased, None if there is none."""

@@ -50,7 +50,7 @@ _ROWS = """
     LEFT JOIN consumptions c ON c.trajectory = t.id AND c.voided_by IS NULL
     WHERE (:lineage = '' OR coalesce(c.lineage, a.lineage) = :lineage) AND (:state = '' OR g.state = :state)
       AND (:step = 0 OR c.step = :step)
-    ORDER BY t.rowid LIMIT :limit
+    ORDER BY g.rowid, t.sample LIMIT :limit
 """
 
 

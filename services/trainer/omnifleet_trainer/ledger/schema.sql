@@ -55,6 +55,7 @@ CREATE TABLE IF NOT EXISTS groups (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS one_live_group ON groups (occurrence) WHERE state != 'expired';
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state);
+CREATE INDEX IF NOT EXISTS full_groups ON groups (state) WHERE payload != x'';
 
 CREATE TABLE IF NOT EXISTS trajectories (
     id TEXT PRIMARY KEY,
