@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,16 @@ from omnifleet.processor import (
 )
 from omnifleet.prompt import lay_out
 from omnifleet.types import MediaKind, MediaRef
+from omnifleet_rollout.engine import vllm_nemotron as nemotron
 from omnifleet_rollout.engine import vllm_seams as seams
+from omnifleet_rollout.engine.checkpoint import read_config
 from omnifleet_rollout.engine.port import EnginePrompt
 
-CLIPS = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
-"""Architectures whose clips are one run of equal placeholders."""
+CLIPS = (
+    frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
+    | seams.LANGUAGE_IN_ENCODER
+)
+"""Architectures whose clips we can place: one run of equal placeholders, or Nemotron's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,12 @@ class Modality:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One media item of a prompt: where its features go within the expanded ids."""
+    """One media item of a prompt: where its encoder output goes within the expanded ids."""
 
     kind: MediaKind
     segment: Segment
     offset: int
+    length: int
 
 
 class PromptMedia:
@@ -82,6 +88,9 @@ class PromptMedia:
         self._find_media, self._secret = find_media, secret
         self._kinds = _modalities(model, architecture, engine)
         self._brackets = picture_brackets(model)
+        self._nemotron = architecture in seams.LANGUAGE_IN_ENCODER
+        self._model, self._dtype = model, engine.dtype
+        self._tokenizer: Any = None
         self.tokens = _placeholders(model)
         """Placeholder tokens of the model, also those of kinds that are not served."""
         self._client: MediaClient | None = None
@@ -98,8 +107,7 @@ class PromptMedia:
         """Expand placeholders and find the media. See `Engine.prepare`."""
         self._check(media)
         segments = [await self._segment(ref, run) for ref in media]
-        wanted = [(self._kinds[r.kind].token, s.token_count) for r, s in zip(media, segments, strict=True)]
-        ids, ranges = lay_out(token_ids, wanted, self.tokens, self._brackets)
+        ids, ranges = self._lay_out(token_ids, media, segments)
         if len(ids) >= self._limit:
             raise invalid(
                 f"the expanded prompt has {len(ids)} tokens, max_model_len is {self._limit}",
@@ -107,10 +115,53 @@ class PromptMedia:
                 reason=Reason.PROMPT_TOO_LONG,
             )
         items = tuple(
-            Item(ref.kind, segment, offset)
-            for ref, segment, (offset, _) in zip(media, segments, ranges, strict=True)
+            Item(ref.kind, segment, offset, length)
+            for ref, segment, (offset, length) in zip(media, segments, ranges, strict=True)
         )
         return EnginePrompt(ids, items or None, tuple(str(segment.fingerprint) for segment in segments))
+
+    def _lay_out(
+        self, token_ids: Sequence[int], media: Sequence[MediaRef], segments: Sequence[Segment]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Expanded ids and (offset, length) of each item. A Nemotron clip has words of its own between its features."""
+        wanted = [(self._kinds[r.kind].token, s.token_count) for r, s in zip(media, segments, strict=True)]
+        if not (self._nemotron and any(ref.kind is MediaKind.VIDEO for ref in media)):
+            return lay_out(token_ids, wanted, self.tokens, self._brackets)
+        lay_out(token_ids, wanted, self.tokens)  # the same refusals
+        ids: list[int] = []
+        ranges: list[tuple[int, int]] = []
+        for token in token_ids:
+            if token not in self.tokens:
+                ids.append(token)
+                continue
+            piece, first, length = self._piece(media[len(ranges)], segments[len(ranges)])
+            ranges.append((len(ids) + first, length))
+            ids += piece
+        return ids, ranges
+
+    def _piece(self, ref: MediaRef, segment: Segment) -> tuple[list[int], int, int]:
+        """What stands for one item in a Nemotron prompt, and which part of it the encoder embeds: first, length."""
+        token = self._kinds[ref.kind].token
+        if ref.kind is not MediaKind.VIDEO:
+            before, after = self._brackets
+            return [*before, *[token] * segment.token_count, *after], len(before), segment.token_count
+        ids = nemotron.clip_ids(
+            segment.times_s,
+            segment.token_count,
+            int(self._kinds[ref.kind].spec.config.get("temporal_patch_size") or 2),
+            self._encode,
+            image_token_id(self._model),
+            self._brackets,
+        )
+        return ids, 0, len(ids)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(self._model / "tokenizer.json"))
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
 
     def _check(self, media: Sequence[MediaRef]) -> None:
         for kind in {ref.kind for ref in media}:
@@ -125,7 +176,12 @@ class PromptMedia:
                 raise invalid(message, knob=modality.knob)
 
     async def _segment(self, ref: MediaRef, run: str) -> Segment:
-        return await (await self._media()).segment(ref, self._kinds[ref.kind].spec, run)
+        media = await self._media()
+        segment = await media.segment(ref, self._kinds[ref.kind].spec, run)
+        if self._nemotron and ref.kind is MediaKind.VIDEO:
+            # Its prompt names the time of every frame, not only of the first of each temporal patch.
+            segment = replace(segment, times_s=(await media.info(ref)).timestamps_s)
+        return segment
 
     async def _media(self) -> MediaClient:
         async with self._opening:
@@ -163,16 +219,25 @@ class PromptMedia:
             modality, segment = str(item.kind), item.segment
             kwargs.setdefault(modality, []).append(self._data(llm, item, send_all or again))
             hashes.setdefault(modality, []).append(str(segment.key))
-            place = PlaceholderRange(offset=item.offset, length=segment.token_count)
+            place = PlaceholderRange(offset=item.offset, length=item.length)
             places.setdefault(modality, []).append(place)
         return mm_input(ids, MultiModalKwargsItems(kwargs), hashes, places, cache_salt=salt)
 
     def _data(self, llm: Any, item: Item, send: bool) -> Any:
         def make() -> Any:
             self.counters["clips_sent" if item.kind is MediaKind.VIDEO else "pictures_sent"] += 1
-            return seams.media_item(llm, _tensors(item), str(item.kind))
+            inputs = self._nemotron_inputs(item) if self._nemotron else _tensors(item)
+            return seams.media_item(llm, inputs, str(item.kind))
 
         return make() if send else seams.send_once(llm, str(item.segment.key), make)
+
+    def _nemotron_inputs(self, item: Item) -> dict[str, Any]:
+        import torch
+
+        segment, dtype = item.segment, getattr(torch, self._dtype)
+        if item.kind is MediaKind.VIDEO:
+            return nemotron.clip_inputs(segment.tensors, segment.times_s, dtype)
+        return nemotron.picture_inputs(segment.tensors, segment.token_count, dtype)
 
 
 def _tensors(item: Item) -> dict[str, Any]:
@@ -192,6 +257,8 @@ def _tensors(item: Item) -> dict[str, Any]:
 def _modalities(model: Path, architecture: str, engine: EngineConfig) -> dict[MediaKind, Modality]:
     """What the checkpoint takes and the settings allow. Raises UNSUPPORTED for clips of a model whose clips we cannot place."""
     kinds = {}
+    if architecture in seams.LANGUAGE_IN_ENCODER and (engine.images_per_prompt or engine.videos_per_prompt):
+        nemotron.check_config(read_config(model))
     if engine.images_per_prompt and _has_pictures(model):
         spec, token = read_image_processor(model), image_token_id(model)
         kinds[MediaKind.IMAGE] = Modality(
