@@ -133,7 +133,11 @@ async def test_a_refit_during_a_reply_moves_its_version(live: Live, shm: Path, p
         async for event in on.rollout.stream(
             prompt_token_ids=on.prompt([picture]),
             media=[picture],
-            sampling=Sampling(max_tokens=900, ignore_eos=True),
+            sampling=Sampling(
+                max_tokens=900,
+                ignore_eos=True,
+                banned_token_ids=(image_token_id(live.model), video_token_id(live.model)),
+            ),
             identity=WHO,
             deadline_s=120,
         ):

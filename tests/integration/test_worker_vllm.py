@@ -228,6 +228,12 @@ async def test_half_of_a_fused_layer_can_change_alone(live: Live, shm: Path) -> 
         await on.check_against_hf([await on.picture("red")])
 
 
+def endless(live: Live, tokens: int) -> Sampling:
+    """A reply that nothing ends early: a media token that the model writes would."""
+    banned = (image_token_id(live.model), video_token_id(live.model))
+    return Sampling(max_tokens=tokens, ignore_eos=True, banned_token_ids=banned)
+
+
 @pytest.mark.parametrize("policy", [refit_pb2.KEEP, refit_pb2.RECOMPUTE])
 async def test_a_refit_during_a_reply_moves_its_version(live: Live, shm: Path, policy: int) -> None:
     async with live.clients() as on:
@@ -237,7 +243,7 @@ async def test_a_refit_during_a_reply_moves_its_version(live: Live, shm: Path, p
         async for event in on.rollout.stream(
             prompt_token_ids=on.prompt([picture]),
             media=[picture],
-            sampling=Sampling(max_tokens=600, ignore_eos=True),
+            sampling=endless(live, 600),
             identity=WHO,
             deadline_s=60,
         ):
@@ -263,7 +269,7 @@ async def test_a_reply_goes_on_with_new_weights_after_its_engine_slept(live: Liv
         async for event in on.rollout.stream(
             prompt_token_ids=on.prompt([picture]),
             media=[picture],
-            sampling=Sampling(max_tokens=400, ignore_eos=True),
+            sampling=endless(live, 400),
             identity=WHO,
             deadline_s=120,
         ):
