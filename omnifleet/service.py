@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,13 +136,20 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-def run_to_exit(main: Any, *, passing_exit: int = TYPED_EXIT) -> None:
+def run_to_exit(
+    main: Any,
+    *,
+    passing_exit: int = TYPED_EXIT,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     """Run a service coroutine; an OmnifleetError ends the process with one clear line and status 2.
 
     passing_exit: the status for an error that is retryable, where the service wants to be started again.
+    loop_factory: the event loop, asyncio's own by default.
     """
     try:
-        asyncio.run(main)
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main)
     except OmnifleetError as error:
         print(f"omnifleet: {error}", file=sys.stderr, flush=True)
         raise SystemExit(passing_exit if error.retryable else TYPED_EXIT) from None

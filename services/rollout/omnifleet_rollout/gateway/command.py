@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import uvloop
 import yaml
 
 from omnifleet.auth import Scope, Tokens
@@ -54,7 +55,8 @@ def serve_gateway(
     new_life: the whole run starts again, so weights that were announced before are nobody's to bring.
     """
     set_up_logs("gateway", as_json=log_json)
-    run_to_exit(_serve(run_dir, listen, http_listen, media, overrides, new_life))
+    serving = _serve(run_dir, listen, http_listen, media, overrides, new_life)
+    run_to_exit(serving, loop_factory=uvloop.new_event_loop)
 
 
 async def _serve(

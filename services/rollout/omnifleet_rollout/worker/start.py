@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
 import yaml
 
 from omnifleet.auth import Scope, Tokens
@@ -50,7 +51,7 @@ class Options:
 def start(options: Options) -> None:
     """Run one worker to its end; an OmnifleetError is one clear line and exit status 2, or 75 if another may live."""
     set_up_logs(options.name, as_json=options.log_json)
-    run_to_exit(_run(options), passing_exit=PASSING_EXIT)
+    run_to_exit(_run(options), passing_exit=PASSING_EXIT, loop_factory=uvloop.new_event_loop)
 
 
 async def _run(options: Options) -> None:
