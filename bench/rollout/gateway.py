@@ -20,35 +20,31 @@ import json
 import logging
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
-import yaml
+import uvloop
 from PIL import Image
+from stack import WHO, Ask, Load, Round, drive, output_of, processes_cpu, stack
 
 from omnifleet.auth import Scope
 from omnifleet.client.media import MediaClient
 from omnifleet.client.rollout import RolloutClient
-from omnifleet.config.services import RolloutConfig
-from omnifleet.service import freeze_heap, load_section, load_tokens, peer, read_records
-from omnifleet.types import Identity, MediaRef, Sampling
+from omnifleet.service import load_tokens, read_records
+from omnifleet.types import MediaRef, Sampling
 from omnifleet.wire import rollout_pb2, rollout_pb2_grpc
 from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import sampling_to_wire
 from omnifleet_rollout.engine.port import EngineRequest
 from omnifleet_rollout.engine.vllm_engine import VllmEngine
-from omnifleet_rollout.worker.command import Worker
 
-WHO = Identity("bench")
 PROMPT_TOKENS = 32
 ENGINE = {
     "dtype": "float32",
@@ -63,52 +59,9 @@ ENGINE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """requests at once, in all, and tokens of each reply."""
-
-    at_once: int
-    requests: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Seconds of each request, in order of their ends; wall: seconds of all. cpu: seconds of CPU that the asking process used."""
-
-    seconds: list[float]
-    wall: float
-    cpu: float
-
-    @property
-    def p50_ms(self) -> float:
-        """Median of the requests, milliseconds."""
-        return 1000 * statistics.median(self.seconds)
-
-
-Ask = Callable[[int, int], Awaitable[int]]
-"""(number of the request, tokens) -> tokens made."""
-
-
 def prompt(number: int) -> list[int]:
     """Bytes and merges of the tiny tokenizer; no two requests share one."""
     return [40 + (number * 7919 + i * i) % 200 for i in range(PROMPT_TOKENS)]
-
-
-async def drive(load: Load, ask: Ask) -> Round:
-    """Run a load; every request must give all its tokens."""
-    room, seconds = asyncio.Semaphore(load.at_once), list[float]()
-
-    async def one(number: int) -> None:
-        async with room:
-            began = time.perf_counter()
-            made = await ask(number, load.tokens)
-            assert made == load.tokens, f"{made} of {load.tokens} tokens"
-            seconds.append(time.perf_counter() - began)
-
-    began, used = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(one(number) for number in range(load.requests)))
-    return Round(seconds, time.perf_counter() - began, time.process_time() - used)
 
 
 def sampling(number: int, tokens: int, n: int = 1) -> Sampling:
@@ -169,20 +122,8 @@ async def client_process(run_dir: Path, way: str, load: Load) -> None:
 
 async def through_gateway(run_dir: Path, way: str, load: Load) -> Round:
     """Run `client_process` as a process and take its round."""
-    command = [
-        sys.executable,
-        __file__,
-        "--client",
-        way,
-        "--run-dir",
-        str(run_dir),
-        "--load",
-        json.dumps(asdict(load)),
-    ]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    out, _ = await process.communicate()
-    assert process.returncode == 0, f"the client ended with {process.returncode}"
-    return Round(**json.loads(out.splitlines()[-1]))
+    options = ("--client", way, "--run-dir", str(run_dir), "--load", json.dumps(asdict(load)))
+    return Round(**json.loads(await output_of(__file__, *options)))
 
 
 # ---------------------------------------------------------------- what is measured
@@ -231,22 +172,6 @@ async def saturation(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
         spent = ", ".join(f"{name} {us:.0f}" for name, us in cpu[way].items() if us >= 1)
         print(f"  {way}: {middle:.0f} tokens/s, {100 * middle / best:.1f} %; us of CPU a token: {spent}")
     print("  rounds: " + "; ".join(f"{way} {', '.join(f'{x:.0f}' for x in xs)}" for way, xs in rates.items()))
-
-
-def processes_cpu() -> dict[str, float]:
-    """Seconds of CPU so far: this process (the engine's front and its worker), and its children by what they are."""
-    own = psutil.Process()
-    seconds = {"front and worker": _cpu(own)}
-    for child in own.children(recursive=True):
-        line = " ".join(child.cmdline())
-        name = "gateway" if "gateway_app" in line else "media" if "omnifleet_media" in line else "engine"
-        seconds[name] = seconds.get(name, 0.0) + _cpu(child)
-    return seconds
-
-
-def _cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 @asynccontextmanager
@@ -349,53 +274,6 @@ def image_token(engine: VllmEngine) -> int:
     return image_token_id(Path(engine.facts.model))
 
 
-# ---------------------------------------------------------------- the processes
-
-
-@asynccontextmanager
-async def stack(run_dir: Path, model: Path) -> AsyncIterator[VllmEngine]:
-    """Media service and gateway as processes, a worker in this one; yields its engine."""
-    recipe = {"model": {"path": str(model)}, "rollout": {"engine": ENGINE}}
-    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    tokens = load_tokens(run_dir)
-    config = load_section(run_dir, "rollout", RolloutConfig, ())
-    secret = tokens.secret(Scope.SERVICE)
-    engine = VllmEngine(model, config, find_media=lambda: peer(run_dir, "media"), secret=secret)
-    processes, serving = [], None
-    try:
-        await engine.start()  # first: the engine's process may be forked from ours
-        freeze_heap()  # as a worker's own process does
-        for app in ("omnifleet_media:app", "omnifleet_rollout:gateway_app"):
-            module, _, attribute = app.partition(":")
-            code = f"from {module}.cli import {attribute}; {attribute}()"
-            command = [sys.executable, "-c", code, "serve", "--run-dir", str(run_dir)]
-            processes.append(await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL))
-        worker = Worker(engine, "worker-0", config, tokens)
-        serving = asyncio.create_task(
-            worker.serve(run_dir, listen="127.0.0.1:0", http_listen="127.0.0.1:0", gateway="")
-        )
-        for name in ("media", "gateway"):
-            await peer(run_dir, name)
-        await ready(run_dir)
-        yield engine
-    finally:
-        if serving is not None:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-        for process in processes:
-            process.terminate()
-        await asyncio.gather(*(process.wait() for process in processes))
-        await engine.shutdown()
-
-
-async def ready(run_dir: Path) -> None:
-    """Wait until the gateway would find a worker."""
-    record = read_records(run_dir)["gateway"]
-    async with httpx.AsyncClient(base_url=f"http://{record.http}") as http, asyncio.timeout(60):
-        while (await http.get("/readyz")).status_code != 200:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-
-
 async def measure(rounds: int, only: str | None) -> None:
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 
@@ -403,7 +281,7 @@ async def measure(rounds: int, only: str | None) -> None:
         run_dir, model = Path(folder) / "run", Path(folder) / "model"
         run_dir.mkdir()
         write_checkpoint(model, seed=0)
-        async with stack(run_dir, model) as engine:
+        async with stack(run_dir, model, ENGINE) as engine:
             print(f"{engine.facts.info}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start")
             await drive(Load(4, 8, 8), direct(engine))
             measurements: dict[str, Callable[[], Awaitable[None]]] = {
@@ -431,7 +309,8 @@ def main() -> None:
     if asked.client:
         asyncio.run(client_process(asked.run_dir, asked.client, Load(**asked.load)))
     else:
-        asyncio.run(measure(asked.rounds, asked.only))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as a worker's own process does
+            runner.run(measure(asked.rounds, asked.only))
 
 
 if __name__ == "__main__":
