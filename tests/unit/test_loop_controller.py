@@ -12,11 +12,13 @@ import pytest
 
 from omnifleet.config.recipe import TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet.types import Generation, Identity
+from omnifleet.types import Generation, Identity, WeightVersion
+from omnifleet_trainer.checkpoint import latest_checkpoint
 from omnifleet_trainer.loop.admission import Admission, capacity
 from omnifleet_trainer.loop.buffer import check_buffer
+from omnifleet_trainer.loop.turns import Apart
 from tests.unit.ledger_samples import group_of
-from tests.unit.loop_world import rows, world
+from tests.unit.loop_world import FakeRollout, rows, world
 
 
 async def test_a_run_trains_every_step_and_ends_by_itself(tmp_path: Path) -> None:
@@ -302,3 +304,37 @@ async def test_CKP_07_ready_groups_train_after_resume_without_new_generations(tm
         await w.controller.run()
         trained = {sample.group_id for batch in w.policy.trained for sample in batch.samples}
     assert trained == kept
+
+
+async def test_CKP_06_nothing_is_sampled_before_the_fleet_confirms_the_resumed_weights(
+    tmp_path: Path,
+) -> None:
+    """The servers hold version 7 of the life before; the trainer comes back at 5, beside a checkpoint that is half written."""
+    with world(tmp_path, steps=5) as w:
+        assert await w.controller.run()
+    half = tmp_path / "checkpoints" / ".writing-6-ab-1"
+    half.mkdir(parents=True)
+    (half / "state.json").write_text("{}")
+    assert latest_checkpoint(tmp_path / "checkpoints") is None, "a folder without its name is no checkpoint"
+    told: list[tuple[int, int]] = []
+
+    class Confirmed(Apart):
+        def __init__(self, rollout: FakeRollout) -> None:
+            self.rollout = rollout
+            rollout.version = WeightVersion("run", "lineage-0", 7)
+
+        async def refit(self) -> dict[str, float]:
+            told.append((len(self.rollout.calls), self.rollout.version.number))
+            return {}
+
+    sampled: set[WeightVersion] = set()
+
+    async def remember(identity: Identity, answer: Generation) -> None:
+        sampled.update(span.version for reply in answer.samples.values() for span in reply.spans)
+
+    with world(tmp_path, steps=7, resume_at=5, turns=Confirmed) as w:
+        w.rollout.behave = remember
+        assert await w.controller.run()
+        assert told[0] == (0, 7), "no request before the first refit"
+        assert {version.lineage for version in sampled} == {"lineage-1"}
+        assert min(version.number for version in sampled) >= 5 and w.controller.step == 7

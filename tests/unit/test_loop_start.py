@@ -57,6 +57,19 @@ def test_a_changed_recipe_is_named_at_resume(tmp_path: Path, caplog: pytest.LogC
     assert "trainer.max_staleness 1 -> 0" in warning
 
 
+def test_a_resume_on_another_number_of_ranks_finds_the_same_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointed(tmp_path, recipe_of(tmp_path))
+    (state,) = (tmp_path / "checkpoints").glob("step_*/state.json")
+    assert not {"world", "ranks", "world_size"} & json.loads(state.read_text()).keys()
+    with caplog.at_level(logging.WARNING):
+        start = find_start(tmp_path, "resume", recipe_of(tmp_path, parallel={"dp": 4}))
+    start.ledger.close()
+    assert (start.step, start.checkpoint) == (0, state.parent)
+    assert "trainer.parallel.dp 1 -> 4" in caplog.text, "said, not refused"
+
+
 def test_a_change_that_the_ledger_forbids_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
     checkpointed(tmp_path, recipe_of(tmp_path, generations_per_prompt=4))
     before = (tmp_path / LEDGER).read_bytes()

@@ -17,7 +17,7 @@ from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.loop.batches import AdvantageRule
 from omnifleet_trainer.server.assembly import _reachable
 from tests.unit.ledger_samples import group_of
-from tests.unit.loop_world import World, world
+from tests.unit.loop_world import Row, World, world
 
 
 async def built(w: World, objective: ObjectiveConfig, replies: list[list[tuple[str, float]]]) -> StepBatch:
@@ -46,6 +46,17 @@ async def test_a_fault_costs_the_tokens_of_its_message(tmp_path: Path) -> None:
     good, bad = batch.samples
     assert good.penalties == ()
     assert bad.penalties == ((0, len(bad.token_ids), -2.0),)
+
+
+async def test_equal_questions_about_different_pictures_are_groups_of_their_own(tmp_path: Path) -> None:
+    """Padded prompt tokens say nothing of the picture: by them both prompts would share one baseline."""
+    data = [Row("a", "how many?", (b"one",), "1"), Row("b", "how many?", (b"two",), "2")]
+    objective = ObjectiveConfig(baseline="group_mean", std="none")
+    with world(tmp_path, data=data) as w:
+        batch = await built(w, objective, [[("1", 1.0), ("2", 0.0)], [("1", 0.0), ("2", 0.0)]])
+    first, other = batch.samples[0], batch.samples[2]
+    assert first.prompt_token_ids == other.prompt_token_ids and first.media != other.media
+    assert [sample.advantage for sample in batch.samples] == [0.5, -0.5, 0.0, 0.0]
 
 
 async def test_whitening_sees_all_groups_of_the_step(tmp_path: Path) -> None:
