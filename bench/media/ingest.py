@@ -1,6 +1,7 @@
 """What ingest costs over decoding alone: 1,000 JPEGs and 20 H.264 clips through the service, and through bare libraries.
 
     python bench/media/ingest.py [--processes 1] [--rounds 3] [--pictures 1000] [--clips 20] [--share put|read]
+                                   [--only pictures|clips]
 
 Bare: so many processes that read bytes from memory and decode them with Pillow or TorchCodec, and keep nothing. Service:
 a media service in a process of its own with so many decoder processes; a client puts the same bytes over gRPC, and each
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=1_000)
     parser.add_argument("--clips", type=int, default=20)
     parser.add_argument("--share", choices=("put", "read"), default="put", help="media.shared_memory_when")
+    parser.add_argument("--only", choices=("pictures", "clips"), default="", help="default: both")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -60,10 +62,11 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Alternate and keep the best rate of each."""
     processes, rounds, share = arguments.processes, arguments.rounds, arguments.share
-    sources = {
-        "pictures": jpegs(arguments.pictures + WARM_UP),
-        "clips": h264s(arguments.clips + warm_ups("clips")),
-    }
+    sources: dict[str, list[bytes]] = {}
+    if arguments.only != "clips":
+        sources["pictures"] = jpegs(arguments.pictures + warm_ups("pictures"))
+    if arguments.only != "pictures":
+        sources["clips"] = h264s(arguments.clips + warm_ups("clips"))
     best: dict[tuple[str, str], float] = {}
     for _ in range(rounds):
         for kind, files in sources.items():
