@@ -108,6 +108,7 @@ class FakeRollout:
         self.calls: list[Identity] = []
         self.in_flight = 0
         self.behave: Behaviour | None = None
+        self.extras: tuple[str, ...] = ()
 
     async def generate(
         self,
@@ -120,6 +121,7 @@ class FakeRollout:
         logprobs_mode: LogprobsMode | None = None,
         deadline_s: float,
         return_text: bool = False,
+        extras: Sequence[str] = (),
     ) -> Generation:
         self.calls.append(identity)
         self.in_flight += 1
@@ -127,6 +129,7 @@ class FakeRollout:
             began = self.version
             await asyncio.sleep(0)
             assert bound.admits(self.version)
+            self.extras = tuple(extras) or self.extras
             expanded = expand_placeholders(prompt_token_ids, IMAGE, [FEATURES] * len(media))
             spans = [VersionSpan(began, 0, 1, "worker-0"), VersionSpan(self.version, 1, 3, "worker-0")]
             samples = {

@@ -157,6 +157,7 @@ async def test_a_group_without_what_the_recipe_replays_is_tried_again(tmp_path: 
         w.rollout.behave = behave
         assert await w.controller.run()
         assert w.counters.count("refused_routed_experts") == 1
+        assert w.rollout.extras == ("routed_experts", "sampling_mask"), "asked for by name"
         (batch,) = w.policy.trained
         assert all(s.experts.shape == (s.length - 1, 2, 1) for s in batch.samples)
         assert all(s.kept_ids == [[t] for t in s.token_ids] for s in batch.samples)

@@ -30,6 +30,12 @@ class Replay:
         engine = recipe.rollout.engine
         return Replay(engine.return_routed_experts, engine.return_sampling_mask)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As a request asks for them."""
+        wanted = {"routed_experts": self.experts, "sampling_mask": self.kept_ids}
+        return tuple(name for name, asked in wanted.items() if asked)
+
 
 NO_REPLAY = Replay()
 

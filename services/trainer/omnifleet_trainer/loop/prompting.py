@@ -45,6 +45,7 @@ class Generating(Protocol):
         logprobs_mode: LogprobsMode | None = None,
         deadline_s: float,
         return_text: bool = False,
+        extras: Sequence[str] = (),
     ) -> Generation:
         """All samples of one prompt."""
         ...
@@ -106,6 +107,7 @@ class Prompter:
         Raises OmnifleetError: what the services raise, RefusedSample, Unscorable, Stale, DEADLINE.
         """
         prompt = await self._render(row)
+        replay = self._replay if sampling.temperature > 0 else NO_REPLAY
         try:
             async with asyncio.timeout(self._timeout_s):
                 generation = await self._rollout.generate(
@@ -117,6 +119,7 @@ class Prompter:
                     logprobs_mode=self._mode,
                     deadline_s=self._timeout_s,
                     return_text=True,
+                    extras=replay.names,
                 )
         except TimeoutError:
             raise retryable(
@@ -134,7 +137,7 @@ class Prompter:
             mode=self._mode,
             run=identity.run,
             lineage=lineage,
-            replay=self._replay if sampling.temperature > 0 else NO_REPLAY,
+            replay=replay,
         )
         replies = {sample.index: sample.text for sample in samples}
         scores = await self.judge(row, replies, identity=identity, media=prompt.media)
