@@ -216,3 +216,18 @@ async def test_an_engine_whose_bytes_lie_in_parameter_memory_refuses_a_sparse_te
         with pytest.raises(OmnifleetError, match="not kept here") as caught:
             await send(worker, second.on_top_of(worker.version, sparse=True))
         assert caught.value.reason is Reason.REFIT_REJECTED and worker.holds(0)
+
+
+def test_a_tensor_whose_dtype_changed_goes_whole(tmp_path: Path) -> None:
+    old = {name: np.zeros(4096, np.float32) for name in ("a", "b")}
+    new = {"a": old["a"].astype(np.float16), "b": old["b"].copy()}
+    new["b"][5] = 1
+    first = first_release(WeightVersion("r", "l", 0), old.items(), tmp_path, 1 << 20)
+    second = next_release(
+        WeightVersion("r", "l", 1), first.base, new.items(), {"a", "b"}, False, tmp_path, 1 << 20
+    )
+    add_step(second, first, tmp_path, 1 << 20)
+    assert second.step is not None
+    assert {name: spec.encoding for name, spec in second.step.specs.items()} == {"a": "", "b": ENCODING}
+    second.retire()
+    first.base.retire()

@@ -183,7 +183,8 @@ def _moved(release: Release, before: Release, limit: int) -> list[RawTensor]:
         if release.spec(name).digest == before.spec(name).digest:
             continue
         old, new = before.read(name), release.read(name)
-        payload = encode_sparse(old.data, new.data, DTYPE_BYTES[new.dtype])
+        alike = (old.dtype, old.shape) == (new.dtype, new.shape)
+        payload = encode_sparse(old.data, new.data, DTYPE_BYTES[new.dtype]) if alike else None
         moved.append(new if payload is None else replace(new, sparse=memoryview(payload)))
         stored = new.data.nbytes if payload is None else len(payload)
         size += stored + -stored % ALIGN_BYTES
