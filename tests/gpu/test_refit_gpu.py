@@ -155,4 +155,6 @@ async def test_every_byte_is_what_a_fresh_engine_loads(
         theirs = await fresh._rpc("omni_digests")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
-    assert len(list((tmp_path / "cache" / "omnifleet" / "refit-plans").iterdir())) == 1, "the checked plan is kept"
+    assert len(list((tmp_path / "cache" / "omnifleet" / "refit-plans").iterdir())) == 1, (
+        "the checked plan is kept"
+    )
