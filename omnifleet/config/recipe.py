@@ -482,8 +482,8 @@ class Recipe(StrictModel):
         played = [split.task_name for split in sets if split.environment]
         if played:
             raise ValueError(
-                f"rollout.engine.{wanted[0]}: task {played[0]} is played by an environment, over HTTP, where replies carry "
-                "no such thing; leave it out"
+                f"rollout.engine.{wanted[0]}: task {played[0]} is played by an environment, and episodes of several turns "
+                "are not replayed; leave it out"
             )
         return self
 
