@@ -249,7 +249,6 @@ _OWN_ARGUMENTS = frozenset(
         "enable_sleep_mode",
         "enable_return_routed_experts",
         "return_sampling_mask",
-        "trust_remote_code",
     }
 )
 

@@ -75,7 +75,7 @@ def test_checkpoints_repeat_by_seed(tmp_path: Path, hybrid: Path, mixture: Path)
     write_mixture(tmp_path / "m")
     for again, first in ((tmp_path / "h", hybrid), (tmp_path / "m", mixture)):
         assert (again / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
-        assert sum(path.stat().st_size for path in first.iterdir()) < 5_000_000
+        assert sum(path.stat().st_size for path in first.iterdir()) < 9_000_000
 
 
 def test_transformers_takes_the_hybrid_and_gives_it_back_bit_for_bit(hybrid: Path, tmp_path: Path) -> None:

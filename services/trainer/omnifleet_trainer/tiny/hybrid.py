@@ -22,6 +22,8 @@ DENSE, MIXED = "M*-M", "M*EM"
 """Layers from the first: M Mamba-2, * attention, - MLP, E experts. vLLM's CPU build cannot run experts of this kind."""
 SPECIAL = ("<image>", "<img>", "</img>", "<video>", "<so_embedding>", "<so_start>", "<so_end>")
 PATCH, TOWER, DOWNSAMPLE = 16, 64, 0.5
+LARGEST = 2048
+"""Pixels of the largest side that has embeddings of places; megatron-bridge knows no other number."""
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -90,7 +92,7 @@ def _config(vocabulary: dict[str, int], hidden: int, pattern: str) -> NemotronH_
         "num_hidden_layers": 2,
         "num_attention_heads": 1,
         "patch_size": PATCH,
-        "max_img_size": 256,
+        "max_img_size": LARGEST,
         "image_size": 224,
         "video_temporal_patch_size": 2,
         "norm_mean": MEAN,
@@ -139,7 +141,7 @@ def _as_published(folder: Path, pattern: str) -> None:
         "video_context_token_id": body["video_token_id"],
     }
     body["text_config"] |= {"hybrid_override_pattern": pattern, "dtype": "float32"}
-    body["vision_config"]["args"] = _tower_arguments()
+    body["vision_config"] |= {"separate_video_embedder": True, "args": _tower_arguments()}
     path.write_text(json.dumps(body, indent=1) + "\n")
 
 
@@ -149,7 +151,7 @@ def _tower_arguments() -> dict[str, Any]:
         "model": "vit_small_patch16_224",
         "min_num_patches": 4,
         "max_num_patches": 256,
-        "cpe_max_size": 256,
+        "cpe_max_size": LARGEST,
         "register_multiple": 10,
         "cls_token_per_teacher": True,
         "teachers": [{"name": name, "use_summary": True} for name in ("a", "b", "c")],
