@@ -156,6 +156,7 @@ async def run(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
         "max_model_len": 1024,
         "max_num_seqs": options.requests,
         "images_per_prompt": 1,
+        "media_tokens": "ban",  # a sampled placeholder would end a reply early
     }
     if options.kv_bytes:
         settings |= {"kv_cache_memory_bytes": options.kv_bytes, "block_size": 32}

@@ -1,8 +1,9 @@
 """What the gateway costs, against calling the engine in its own process, all in one run on one machine.
 
-    python bench/rollout/gateway.py
+    python bench/rollout/gateway.py                           # on the CPU
+    python bench/rollout/gateway.py --dtype bfloat16          # on a GPU: then the engine leaves the cores to the others
 
-A real vLLM CPU engine with a tiny random Qwen2-VL serves inside this process; gateway, media service and the client that
+A real vLLM engine with a tiny random Qwen2-VL serves inside this process; gateway, media service and the client that
 asks through the gateway are processes of their own. Direct and gateway rounds alternate. Prints added latency, throughput
 at saturation, bytes a token of each dialect, and processor and encoder runs of an image-heavy load.
 
@@ -47,7 +48,6 @@ from omnifleet_rollout.engine.vllm_engine import VllmEngine
 
 PROMPT_TOKENS = 32
 ENGINE = {
-    "dtype": "float32",
     "max_model_len": 1024,
     "max_num_seqs": 32,
     "kv_cache_memory_bytes": 256 << 20,
@@ -274,14 +274,14 @@ def image_token(engine: VllmEngine) -> int:
     return image_token_id(Path(engine.facts.model))
 
 
-async def measure(rounds: int, only: str | None) -> None:
+async def measure(rounds: int, only: str | None, dtype: str) -> None:
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="omnifleet-bench-") as folder:
         run_dir, model = Path(folder) / "run", Path(folder) / "model"
         run_dir.mkdir()
         write_checkpoint(model, seed=0)
-        async with stack(run_dir, model, ENGINE) as engine:
+        async with stack(run_dir, model, {**ENGINE, "dtype": dtype}) as engine:
             print(f"{engine.facts.info}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start")
             await drive(Load(4, 8, 8), direct(engine))
             measurements: dict[str, Callable[[], Awaitable[None]]] = {
@@ -301,6 +301,7 @@ def main() -> None:
     options.add_argument(
         "--only", choices=("latency", "saturation", "bytes", "images"), help="one of the measurements"
     )
+    options.add_argument("--dtype", default="float32", help="of the engine; bfloat16 on a GPU")
     options.add_argument("--client", choices=("grpc", "http"), help=argparse.SUPPRESS)
     options.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
     options.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
@@ -310,7 +311,7 @@ def main() -> None:
         asyncio.run(client_process(asked.run_dir, asked.client, Load(**asked.load)))
     else:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as a worker's own process does
-            runner.run(measure(asked.rounds, asked.only))
+            runner.run(measure(asked.rounds, asked.only, asked.dtype))
 
 
 if __name__ == "__main__":
