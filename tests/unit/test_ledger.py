@@ -189,6 +189,7 @@ def _consume(ledger: SqliteLedger, step: int) -> str:
 def test_retention_empties_payloads_and_keeps_the_account(ledger: SqliteLedger, tmp_path: Path) -> None:
     old, young = _consume(ledger, 1), _consume(ledger, 2)
     before = ledger.counts()
+    assert ledger.consumed() == before.consumed == 4
     assert ledger.forget_payloads(before_step=2) == 1
     assert ledger.forget_payloads(before_step=2) == 0
     assert ledger.counts() == before

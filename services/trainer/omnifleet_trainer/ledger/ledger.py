@@ -294,6 +294,11 @@ class SqliteLedger:
         rows = [self._db.execute(query, (state,)).fetchone() for state in ("pending", "leased")]
         return min((tuple(row) for row in rows if row), default=None)
 
+    def consumed(self) -> int:
+        """Trajectories that the surviving weights were trained on; quick, however long the run is."""
+        query = "SELECT count(*) FROM consumptions WHERE voided_by IS NULL"
+        return int(self._db.execute(query).fetchone()[0])
+
     def counts(self) -> LedgerCounts:
         """The account now."""
         return count_all(self._db)

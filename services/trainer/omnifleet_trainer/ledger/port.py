@@ -138,6 +138,10 @@ class Ledger(Protocol):
         """Place (epoch, position) of the first occurrence that is pending or leased, None if there is none."""
         ...
 
+    def consumed(self) -> int:
+        """Trajectories that the surviving weights were trained on; quick, however long the run is."""
+        ...
+
     def counts(self) -> LedgerCounts:
         """The account now."""
         ...

@@ -61,7 +61,7 @@ class Checkpoints:
             step=step,
             version=version.number,
             lineage=version.lineage,
-            ledger_position=self._ledger.counts().consumed,
+            ledger_position=self._ledger.consumed(),
             config_digest=recipe_digest(self._recipe),
             seeds={"run": self._recipe.run.seed},
             extra={"metric": self._metric(self._recipe.trainer.checkpoint_metric)},
