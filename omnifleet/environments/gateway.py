@@ -199,6 +199,11 @@ def media_of(origin: Mapping[str, Any]) -> tuple[MediaRef, ...]:
 
 def span_of(span: Mapping[str, Any]) -> VersionSpan:
     """One of a block's `weight_versions`."""
-    name, _, number = str(span["version"]).rpartition(":")
+    return VersionSpan(version_of(span["version"]), span["start"], span["end"], span["worker"])
+
+
+def version_of(text: str) -> WeightVersion:
+    """Of `run/lineage:number`. Raises ValueError."""
+    name, _, number = text.rpartition(":")
     run, _, lineage = name.partition("/")
-    return VersionSpan(WeightVersion(run, lineage, int(number)), span["start"], span["end"], span["worker"])
+    return WeightVersion(run, lineage, int(number))

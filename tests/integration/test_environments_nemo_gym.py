@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from omnifleet.environments import Crashed, Lost, Scored, Task
+from omnifleet.environments import Crashed, Lost, PromptError, Scored, Task
 from omnifleet.environments.adapters.nemo_gym import Collected, NemoGym, params
 from omnifleet.environments.play import play
 from omnifleet.errors import Reason
 from omnifleet.http import http_serving
+from omnifleet.types import VersionBound
 from tests.contract.gateway_world import v, write_tokenizer
 from tests.integration.test_environments import order, scripted, talking, warm
 
@@ -104,6 +106,10 @@ async def test_an_agent_s_turns_are_one_sequence_with_the_versions_of_each(tmp_p
             (task,) = collected.tasks("train", 1, 0)
             again = await play(collected, order(task, "again"), http)
             assert again.outcome == Scored(0.5) and again.episode == episode
+
+            ahead = replace(order(task, "ahead"), bound=VersionBound(min=v(6)))
+            played = await play(collected, ahead, http)
+            assert isinstance(played.outcome, PromptError) and "collect again" in played.outcome.message
 
             del said["response"]["omnifleet"]["earlier"]
             (tmp_path / "less.jsonl").write_text(json.dumps(said) + "\n")

@@ -20,8 +20,8 @@ import yaml
 from omnifleet.address import token_digest
 from omnifleet.environments.environment import Environment
 from omnifleet.environments.episode import Turn
-from omnifleet.environments.gateway import media_of, refusal_in, span_of
-from omnifleet.environments.outcome import Outcome, Scored
+from omnifleet.environments.gateway import media_of, refusal_in, span_of, version_of
+from omnifleet.environments.outcome import Outcome, PromptError, Scored
 from omnifleet.environments.session import Session
 from omnifleet.environments.task import Task
 from omnifleet.errors import OmnifleetError, Reason, retryable
@@ -104,12 +104,21 @@ class Collected(Environment):
 
     async def run(self, session: Session) -> Outcome:
         """The rollout of this task with the number of this sample."""
-        key = (int(session.task.extra["at"]), int(session.terms()["identity"]["sample"]))
+        terms = session.terms()
+        key = (int(session.task.extra["at"]), int(terms["identity"]["sample"]))
         while key not in self._found:
             self._refresh()
             if key not in self._found:
                 await asyncio.sleep(_POLL_S)
         turns, reward = turns_of(self._found[key])
+        oldest = min(
+            (span.version for turn in turns for span in turn.spans), key=lambda version: version.number
+        )
+        least = version_of((terms.get("weight_version") or {}).get("min") or str(oldest))
+        if not oldest.same_lineage(least) or oldest.number < least.number:
+            return PromptError(
+                f"rollout {key} was collected from {oldest}, the run trains on {least} or newer: collect again"
+            )
         session.hear(*turns)
         return Scored(reward)
 
