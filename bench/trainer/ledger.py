@@ -1,16 +1,19 @@
 """What the ledger costs a sample, and whether that grows with the run.
 
-`python bench/trainer/ledger.py [--samples N] [--tokens N] [--keep STEPS]`: groups of 16 samples go the whole way (lease,
-record, load, consume); every 32 groups are a step. At 10^4 samples, 10^5 and so on a row says what the last ten steps cost,
-what questions about the whole account take, and how large the file is. Making the groups is not timed.
+`python bench/trainer/ledger.py [--sizes N ...] [--tokens N] [--keep STEPS]`: for each size a ledger is filled by plain SQL with
+rows as they are after that many samples (their payloads gone, as retention leaves them, or with --keep 0 there). Then ten steps
+of 32 groups of 16 samples go the whole way (lease, record, load, consume), and questions about the whole account are asked.
+Making the groups is not timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sqlite3
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +36,12 @@ from omnifleet.types import (
     WeightVersion,
 )
 from omnifleet_trainer.ledger import LedgerReader, PromptLease, SqliteLedger
+from omnifleet_trainer.ledger.codec import pack_trajectory
 
 SAMPLES, GROUPS = 16, 32
 STEP = SAMPLES * GROUPS
 PROMPT = list(range(400))
-LAST, PASS_EVERY = 10, 10
+LAST, PASS_EVERY = 10, 5
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,41 @@ def one_step(ledger: SqliteLedger, step: int, tokens: int, keep: int, chance: ra
     return Cost(clock.wall, clock.cpu, loading.wall, keeping.wall)
 
 
+def fill(path: Path, steps: int, payload: bytes) -> None:
+    """`steps` consumed steps: what `one_step` would have left, without its work."""
+    db = sqlite3.connect(path)
+    for step in range(1, steps + 1):
+        ids = [uuid.uuid4().hex for _ in range(GROUPS)]
+        first = (step - 1) * GROUPS + 1
+        spans = f'[["a",{step - 1},0,256,"worker-0"]]'
+        trajectories = [(f"{id}/{i}", id, i) for id in ids for i in range(SAMPLES)]
+        with db:
+            db.executemany(
+                "INSERT INTO occurrences VALUES (?, ?, ?, ?, 'done', 0, 'scored', NULL)",
+                [(first + n, step - 1, n, f"p{n}") for n in range(GROUPS)],
+            )
+            db.executemany(
+                "INSERT INTO attempts VALUES (?, ?, 'a', ?, 'scored', NULL, 0, 1)",
+                [(id, first + n, step - 1) for n, id in enumerate(ids)],
+            )
+            db.executemany(
+                "INSERT INTO groups VALUES (?, ?, ?, 'consumed', ?, ?, ?, ?, ?)",
+                [
+                    (id, first + n, f"p{n}", step - 1, step - 1, SAMPLES, payload and b"x", "ab" * 32)
+                    for n, id in enumerate(ids)
+                ],
+            )
+            db.executemany(
+                "INSERT INTO trajectories VALUES (?, ?, ?, 0.5, 256, ?, 'exact@1', ?)",
+                [(*row, payload, spans) for row in trajectories],
+            )
+            db.executemany(
+                "INSERT INTO consumptions VALUES (?, 'a', ?, ?, NULL)",
+                [(id, step, step - 1) for id, _, _ in trajectories],
+            )
+    db.close()
+
+
 def row_of(path: Path, step: int, last: list[Cost]) -> list[str]:
     """What the table says at this size."""
     samples, steps = step * STEP, len(last)
@@ -134,29 +173,35 @@ def row_of(path: Path, step: int, last: list[Cost]) -> list[str]:
     ]
 
 
+def measured(folder: Path, samples: int, tokens: int, keep: int) -> list[str]:
+    """One row: a ledger that grows to `samples`."""
+    path, steps, chance = folder / f"{samples}.sqlite", samples // STEP, random.Random(0)
+    ledger = SqliteLedger(path, owner="bench")
+    ledger.roll_back_to(0, "a")
+    lease = PromptLease("a", 0, 0, 0, "p", 0)
+    payload = b"" if keep else pack_trajectory(group_of(lease, 0, tokens, chance).trajectories[0])
+    ledger.close()
+    fill(path, steps - LAST, payload)
+    ledger = SqliteLedger(path, owner="bench")
+    last = [one_step(ledger, step, tokens, keep, chance) for step in range(steps - LAST + 1, steps + 1)]
+    row = row_of(path, steps, last)
+    ledger.close()
+    return row
+
+
 def main() -> None:
     """Print one table."""
     asked = argparse.ArgumentParser()
-    asked.add_argument("--samples", type=int, default=100_000)
+    asked.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     asked.add_argument("--tokens", type=int, default=256, help="of a reply")
-    asked.add_argument("--keep", type=int, default=0, help="steps whose payloads stay; 0: all")
+    asked.add_argument("--keep", type=int, default=5, help="steps whose payloads stay; 0: all")
     given = asked.parse_args()
     table = Table(
         "samples", "ms a sample", "of it CPU", "of it load", "bytes a sample", "MB", "count() s", "pass ms"
     )
-    marks = [10**power // STEP for power in range(4, 8) if 10**power < given.samples] + [
-        given.samples // STEP
-    ]
-    chance, last = random.Random(0), list[Cost]()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ledger.sqlite"
-        ledger = SqliteLedger(path, owner="bench")
-        ledger.roll_back_to(0, "a")
-        for step in range(1, marks[-1] + 1):
-            last = [*last[-LAST + 1 :], one_step(ledger, step, given.tokens, given.keep, chance)]
-            if step in marks:
-                table.add_row(*row_of(path, step, last))
-        ledger.close()
+        for size in given.sizes:
+            table.add_row(*measured(Path(folder), size, given.tokens, given.keep))
     Console(width=120).print(table)
 
 
