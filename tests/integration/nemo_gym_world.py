@@ -78,7 +78,7 @@ class NemoGymWorld:
                 assert process.poll() is None, log.read_text()[-3000:]
                 return "servers ready! Polling" in log.read_text()
 
-            until(ready, 180, lambda: log.read_text()[-3000:])
+            until(ready, 300, lambda: log.read_text()[-3000:])
             yield
         finally:
             family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
@@ -97,7 +97,7 @@ class NemoGymWorld:
             f"+output_jsonl_fpath={out}", f"+num_repeats={repeats}", "+upload_rollouts_to_wandb=false",
         ]  # fmt: skip
         done = subprocess.run(
-            self._command(*command), cwd=self.folder, env=self._env(), capture_output=True, text=True, timeout=180,
+            self._command(*command), cwd=self.folder, env=self._env(), capture_output=True, text=True, timeout=300,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
