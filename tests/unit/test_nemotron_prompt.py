@@ -16,6 +16,7 @@ from transformers import (
     NemotronH_Omni_Reasoning_V3Processor,
 )
 
+from omnifleet.config.load import recipe_from_mapping
 from omnifleet.errors import OmnifleetError
 from omnifleet.processor import image_token_id, picture_brackets, read_video_processor, video_token_id
 from omnifleet.prompt import NO_BRACKETS, expand_placeholders, lay_out
@@ -25,6 +26,8 @@ from omnifleet.vision_grid import (
     nemotron_clip_labels,
     nemotron_clip_text,
 )
+from omnifleet_rollout.gateway.media_in import clip_contract
+from omnifleet_trainer.environments.open import _clips
 from omnifleet_trainer.rendering import load_template
 from omnifleet_trainer.tiny.hybrid import write_hybrid
 
@@ -166,3 +169,18 @@ def test_a_tokenizer_without_brackets_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 1, "content": "<img>"}]}))
     with pytest.raises(OmnifleetError, match="has no <img> or </img>"):
         picture_brackets(tmp_path)
+
+
+def test_clips_are_sampled_in_whole_temporal_patches_by_gateway_and_trainer(model: Path) -> None:
+    """The family's files leave `temporal_patch_size` out: it is 2, not none."""
+    recipe = recipe_from_mapping(
+        {
+            "run": {"name": "t"},
+            "model": {"path": str(model)},
+            "reward": [{"name": "mcqa"}],
+            "gateway": {"clip_sampling": "nemotron_vl@1", "clip_frames": 32},
+        },
+        "test",
+    )
+    ours, theirs = _clips(recipe), clip_contract(recipe.gateway, model)
+    assert ours == theirs and ours.temporal_patch == 2 and ours.num_frames == 32

@@ -10,7 +10,7 @@ from omnifleet.auth import Scope, Tokens
 from omnifleet.client.media import MediaClient
 from omnifleet.config.services import GatewayConfig
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.processor import read_image_processor
+from omnifleet.processor import read_video_processor
 from omnifleet.service import peer
 from omnifleet.types import MediaKind, MediaRef
 from omnifleet.wire import media_pb2
@@ -22,14 +22,14 @@ _MEDIA_S = 10.0
 def clip_contract(config: GatewayConfig, model: Path | None) -> media_pb2.DecodeContract:
     """How clips are sampled: the settings, and frames per temporal patch as the checkpoint's processor says."""
     try:
-        patch = read_image_processor(model).config.get("temporal_patch_size", 0) if model is not None else 0
+        patch = read_video_processor(model).temporal_patch if model is not None else 0
     except OmnifleetError:
-        patch = 0  # a text model: it takes no clips anyway
+        patch = 0  # it takes no clips anyway
     return media_pb2.DecodeContract(
         sampling=config.clip_sampling,
         num_frames=config.clip_frames,
         fps=config.clip_fps,
-        temporal_patch=int(patch),
+        temporal_patch=patch,
     )
 
 

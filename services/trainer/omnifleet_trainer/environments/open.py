@@ -10,8 +10,8 @@ from omnifleet.auth import Scope, Tokens
 from omnifleet.client.media import MediaClient
 from omnifleet.config.recipe import Recipe
 from omnifleet.environments.pool import Cast, Pool
-from omnifleet.errors import Reason, retryable
-from omnifleet.processor import read_image_processor
+from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.processor import read_video_processor
 from omnifleet.service import read_records
 from omnifleet.telemetry.counters import Counters
 from omnifleet.wire import media_pb2
@@ -65,12 +65,16 @@ async def open_player(
 
 def _clips(recipe: Recipe) -> media_pb2.DecodeContract:
     """As the gateway samples clips that come as a URL, so that equal clips are equal content."""
-    gateway, model = recipe.gateway, read_image_processor(Path(recipe.model.path))
+    gateway = recipe.gateway
+    try:
+        patch = read_video_processor(Path(recipe.model.path)).temporal_patch
+    except OmnifleetError:
+        patch = 0  # it takes no clips anyway
     return media_pb2.DecodeContract(
         sampling=gateway.clip_sampling,
         num_frames=gateway.clip_frames,
         fps=gateway.clip_fps,
-        temporal_patch=int(model.config.get("temporal_patch_size", 0)),
+        temporal_patch=patch,
     )
 
 
