@@ -237,6 +237,11 @@ class TrainerConfig(StrictModel):
     """Samples of one optimiser update; default: all of the step. Must divide them."""
     micro_batch_tokens: int = Field(16384, gt=0)
     """Padded tokens of one forward pass; must hold the longest sequence."""
+    packing: bool | None = None
+    """Sequences of a micro-batch one after the other, so that none is padded. Default: on with megatron; automodel pads
+    sequences of like length and has no other way."""
+    recompute: bool = False
+    """Keep each layer's input alone, and compute the layer again in the backward pass: less memory, more time."""
     logprob_chunk: int | None = Field(None, gt=0)
     """Positions whose logits exist at once; each is computed again in the backward pass. Default: all, once."""
     max_staleness: int = Field(1, ge=0)
@@ -298,6 +303,8 @@ class TrainerConfig(StrictModel):
             return self
         if (refused := self.parallel.refused(self.backend)) is not None:
             raise ValueError(f"parallel.{refused[0]}: {refused[1]}")
+        if self.packing and self.backend != "megatron":
+            raise ValueError(f"trainer.packing needs backend = megatron: {self.backend} pads")
         return self
 
     @model_validator(mode="after")
@@ -474,6 +481,8 @@ class Recipe(StrictModel):
             raise ValueError(
                 "rollout.engine.return_sampling_mask: sampling.top_p = 1 and top_k = -1 filter nothing; leave it out"
             )
+        if engine.return_routed_experts and self.trainer.recompute:
+            raise ValueError("trainer.recompute would route anew: set rollout.engine.return_routed_experts = false")
         if engine.return_routed_experts and self.trainer.backend == "megatron":
             raise ValueError(
                 "trainer.backend = megatron replays no routing: set rollout.engine.return_routed_experts = false"

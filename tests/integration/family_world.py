@@ -25,7 +25,7 @@ TEMPERATURE = 0.7
 def batch_for(source: Path, *, seed: int = 0) -> StepBatch:
     """Six samples of several lengths in three groups; media shared between samples and repeated."""
     config = json.loads((source / "config.json").read_text())
-    qwen3 = config["model_type"] == "qwen3_vl"
+    qwen3 = config["model_type"].startswith("qwen3_vl")
     random = np.random.default_rng(seed)
     values = 3 * 2 * config["vision_config"]["patch_size"] ** 2
     segments: dict[Digest, Any] = {}

@@ -368,3 +368,40 @@ def test_recipes_that_cannot_train_are_refused_before_anything_is_loaded(tmp_pat
     with pytest.raises(OmnifleetError) as caught:
         open_policy(Recipe.model_validate(base), tmp_path)
     assert caught.value.reason is Reason.MODEL_MISSING
+
+
+def test_recomputing_layers_changes_no_number(source: Path, image_token: int) -> None:
+    results = []
+    for recompute in (False, True):
+        policy = open_tiny(source, recompute=recompute)
+        try:
+            metrics = policy.train(on_policy(policy, batch_of(image_token)))
+            results.append((metrics["loss"], metrics["grad_norm"]))
+        finally:
+            policy.close()
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_a_bfloat16_checkpoint_gets_float32_masters(source: Path, tmp_path: Path) -> None:
+    """AutoModel 0.6 kept bfloat16 ones, or loaded nothing; the compatibility room refuses it."""
+    half = {
+        name: tensor.to(torch.bfloat16) for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    write_folder(tmp_path, half.items(), source)
+    policy = open_tiny(tmp_path)
+    try:
+        found = dict(policy._state())
+        assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+        assert all(torch.equal(found[name], tensor.float()) for name, tensor in half.items())
+    finally:
+        policy.close()
+
+
+def test_a_version_that_was_not_checked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omnifleet_trainer.compat import automodel
+
+    monkeypatch.setattr(automodel, "VERSIONS", ("9.",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OmnifleetError, match="not checked") as refused:
+        automodel.install()
+    assert refused.value.reason is Reason.UNSUPPORTED

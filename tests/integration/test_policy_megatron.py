@@ -22,14 +22,17 @@ from omnifleet_trainer.compat import megatron as compat
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
 from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.policy.megatron import MegatronPolicy
+from omnifleet_trainer.policy.packing import Packing
 from omnifleet_trainer.policy.step import train_step
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+from omnifleet_trainer.tiny.mixture import write_mixture
 from tests.integration.family_world import TEMPERATURE, batch_for, close_to, plain_logprobs
 from tests.support_run import CliRun
 
 pytestmark = pytest.mark.heavy
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+MIXTURE = "qwen3_vl_moe"
 DECAY = 0.01
 
 
@@ -38,6 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: tmp_path_factory.mktemp("megatron") / name for name in FAMILIES}
     write_checkpoint(made["qwen2_5_vl"], family="qwen2_5_vl")
     write_checkpoint(made["qwen3_vl"], family="qwen3_vl")
+    made[MIXTURE] = tmp_path_factory.mktemp("megatron") / MIXTURE
+    write_mixture(made[MIXTURE])
     return made
 
 
@@ -138,7 +143,7 @@ def test_both_backends_and_plain_transformers_train_alike(folders: dict[str, Pat
     assert work[0] == pytest.approx(work[1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
 def test_a_checkpoint_comes_back_bit_for_bit_and_all_of_it_trains(
     folders: dict[str, Path], family: str
 ) -> None:
@@ -153,6 +158,74 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_all_of_it_trains(
         assert head.shape[0] == policy._built.config.text_config.vocab_size
     finally:
         policy.close()
+
+
+def test_a_mixture_gives_the_logprobs_of_plain_transformers(folders: dict[str, Path]) -> None:
+    """Its provider freezes language and vision unless told not to, and balances experts by losses of its own."""
+    from transformers import AutoModelForImageTextToText
+
+    batch = batch_for(folders[MIXTURE])
+    model = AutoModelForImageTextToText.from_pretrained(folders[MIXTURE], dtype=torch.float32)
+    with torch.no_grad():
+        expected = [plain_logprobs(model, sample, batch).numpy() for sample in batch.samples]
+    policy = opened(folders[MIXTURE])
+    try:
+        close_to(policy.logprobs(batch), expected, rtol=1e-5)
+    finally:
+        policy.close()
+
+
+@pytest.mark.parametrize("changes", [{"packing": False}, {"recompute": True}])
+def test_padding_and_recomputing_change_no_number(source: Path, changes: dict[str, bool]) -> None:
+    batch, results = batch_for(source), []
+    for settings_ in ({}, changes):
+        policy = opened(source, **settings_)
+        try:
+            logprobs = policy.logprobs(batch)
+            steps = [policy.train(batch) for _ in range(2)]
+            results.append((logprobs, [(step["loss"], step["grad_norm"]) for step in steps]))
+        finally:
+            policy.close()
+    close_to(results[1][0], results[0][0], rtol=1e-5)
+    assert np.ravel(results[1][1]) == pytest.approx(np.ravel(results[0][1]), rel=1e-4)
+
+
+def test_optimiser_state_moves_between_backends(source: Path, tmp_path: Path) -> None:
+    """It is by the checkpoint's names: the step after a checkpoint is the same in either."""
+    batch = batch_for(source)
+    policy = opened(source)
+    try:
+        policy.train(batch)
+        policy.save(tmp_path / "saved")
+        expected = policy.train(batch)
+        after = weights_of(policy)
+    finally:
+        policy.close()
+    other = AutoModelPolicy(source, **settings("automodel"))
+    try:
+        other.load(tmp_path / "saved")
+        assert other.train(batch)["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        for name, tensor in other.export():
+            torch.testing.assert_close(tensor, after[name], rtol=0, atol=1e-5)
+        other.load(tmp_path / "saved")
+        other.save(tmp_path / "again")
+    finally:
+        other.close()
+    resumed = opened(source)
+    try:
+        resumed.load(tmp_path / "again")
+        assert resumed.train(batch)["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    finally:
+        resumed.close()
+
+
+def test_attention_is_told_all_tokens_of_a_pack(policy: MegatronPolicy, source: Path) -> None:
+    """Without their number state leaks from row to row in hybrid models, silently."""
+    batch = batch_for(source)
+    for micro in policy._collate(batch, range(len(batch.samples))):
+        told = Packing(micro).parameters()
+        assert told.total_tokens == sum(micro.lengths) == int(told.cu_seqlens_q[-1])
+        assert told.max_seqlen_q == max(micro.lengths) and told.qkv_format == "thd"
 
 
 def test_bridge_still_needs_the_merger_s_activation(folders: dict[str, Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -14,17 +13,16 @@ import pytest
 import torch
 
 from omnifleet.address import token_digest
-from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
+from omnifleet.config.recipe import TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.policy.folder import read_folder
-from omnifleet_trainer.policy.group import ALONE
-from omnifleet_trainer.policy.job import Job, open_rank
 from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.policy.port import Policy
 from omnifleet_trainer.policy.world import WorldPolicy
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from omnifleet_trainer.tiny.families import Family
-from tests.integration.family_world import TEMPERATURE, batch_for, close_to
+from tests.integration.family_world import batch_for
+from tests.integration.rank_world import History, equal, history, opened, weights_of
 
 pytestmark = pytest.mark.heavy
 FAMILY: Family = "qwen3_vl"
@@ -38,56 +36,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(
-    source: Path, *, freeze: tuple[str, ...] = (), objective: dict[str, Any] | None = None, **changes: Any
-) -> Job:
-    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.01, warmup_steps=2)
-    trainer = TrainerConfig(optimizer=optimizer, threads=1, micro_batch_tokens=150, **changes)
-    return Job(source, trainer, ObjectiveConfig(**objective or {}), temperature=TEMPERATURE, freeze=freeze)
-
-
 def of_ranks(dp: int, source: Path, **changes: Any) -> Policy:
-    if dp == 1:
-        return open_rank(job(source, **changes), ALONE)
-    return WorldPolicy(job(source, parallel={"dp": dp, "timeout_s": 120}, **changes))
-
-
-@dataclasses.dataclass(frozen=True)
-class History:
-    """Logprobs of a policy, its three steps, the weights that they end at, and the step after those."""
-
-    logprobs: list[Any]
-    steps: list[dict[str, float]]
-    weights: dict[str, torch.Tensor]
-    then: dict[str, float]
-
-
-def history(policy: Policy, source: Path, folder: Path | None = None) -> History:
-    """folder: what is saved after the three steps."""
-    batch = batch_for(source)
-    logprobs = policy.logprobs(batch)
-    steps = [policy.train(batch) for _ in range(3)]
-    if folder is not None:
-        policy.save(folder)
-    return History(logprobs, steps, weights_of(policy), policy.train(batch))
-
-
-def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: torch.as_tensor(tensor).clone() for name, tensor in policy.export()}
-
-
-def equal(ours: History, theirs: History, *, rtol: float = 1e-4) -> None:
-    """Logprobs to 1e-5, loss and gradient norm to 4 digits, and the weights at the end."""
-    close_to(ours.logprobs, theirs.logprobs, rtol=0.1 * rtol)
-    for found, expected in zip([*ours.steps, ours.then], [*theirs.steps, theirs.then], strict=True):
-        assert found.keys() == expected.keys()
-        for name in ("loss", "grad_norm", "token_mult_prob_error", "logprob_gap_max", "kl_penalty"):
-            assert found[name] == pytest.approx(expected[name], rel=rtol, abs=rtol / 10), name
-        for name in ("lr", "updates", "global_valid_toks", "num_valid_samples", "media_references"):
-            assert found[name] == expected[name], name
-    assert ours.weights.keys() == theirs.weights.keys()
-    for name, tensor in theirs.weights.items():
-        torch.testing.assert_close(ours.weights[name], tensor, rtol=0, atol=rtol)
+    return opened(source, {"dp": dp} if dp > 1 else None, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Samples to padded micro-batches. Right padding; samples of like length share a micro-batch, longest first."""
+"""Samples to micro-batches, padded on the right; `plan` says which share one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from omnifleet.errors import invalid
 from omnifleet.types import Digest
+from omnifleet_trainer.batch.plan import plan
 from omnifleet_trainer.batch.samples import Segment, StepBatch, TrainingSample
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -83,27 +84,23 @@ def collate(
     contract: MediaContract | None,
     multiple: int = 1,
     advantage_clip: float | None = None,
+    packed: bool = False,
+    cached: bool = False,
 ) -> list[MicroBatch]:
     """Cut samples `rows` of a step into micro-batches of at most `micro_batch_tokens` padded tokens.
 
-    Lengths are padded to a multiple of `multiple`. Advantages are clamped to +-advantage_clip if it is set.
-    Raises OmnifleetError(INVALID_REQUEST) for a sample longer than a micro-batch, or whose media tokens do not
-    stand for its media's features, in number, kind and order.
+    packed: the model lays the rows one after the other, so padding counts for nothing. cached: the tower's outputs are, so
+    it does not matter which samples share a picture. Lengths are padded to a multiple
+    of `multiple`. Advantages are clamped to +-advantage_clip if it is set. Raises OmnifleetError(INVALID_REQUEST) for a
+    sample longer than a micro-batch, or whose media tokens do not stand for its media's features, in number, kind and
+    order.
     """
-    ordered = sorted(rows, key=lambda row: -batch.samples[row].length)
-    cuts: list[list[int]] = []
-    for row in ordered:
-        width = _padded(batch.samples[row].length, multiple)
-        if width > micro_batch_tokens:
-            raise invalid(
-                f"sample {batch.samples[row].trajectory_id} takes {width} tokens, a micro-batch {micro_batch_tokens}",
-                knob="trainer.micro_batch_tokens",
-            )
-        widest = _padded(batch.samples[cuts[-1][0]].length, multiple) if cuts else 0
-        if cuts and widest * (len(cuts[-1]) + 1) <= micro_batch_tokens:
-            cuts[-1].append(row)
-        else:
-            cuts.append([row])
+    features: dict[Digest, int] = {}
+    if contract is not None and not cached:
+        features = {key: _features(segment, contract) for key, segment in batch.segments.items()}
+    cuts = plan(
+        batch, rows, features, micro_batch_tokens=micro_batch_tokens, multiple=multiple, packed=packed
+    )
     return [_micro_batch(batch, cut, contract, multiple, advantage_clip) for cut in cuts]
 
 
@@ -144,6 +141,10 @@ def grid_of(segment: Segment) -> npt.NDArray[np.int64]:
 def patches_of(segment: Segment) -> npt.NDArray[np.float32]:
     """[patches, values] of a segment."""
     return np.asarray(segment["pixel_values_videos" if is_clip(segment) else "pixel_values"])
+
+
+def _features(segment: Segment, contract: MediaContract) -> int:
+    return int(grid_of(segment).prod(-1).sum()) // contract.merge**2
 
 
 def patch_bounds(grids: Sequence[npt.NDArray[np.int64]]) -> list[int]:
@@ -240,7 +241,7 @@ def _token_types(
     own = np.asarray([0] * len(sample.prompt_token_ids) + sample.mask)
     types = np.where(own == 1, TEXT, contract.types(ids))
     segments = [batch.segments[key] for key in sample.segment_keys]
-    counts = [int(grid_of(segment).prod(-1).sum()) // contract.merge**2 for segment in segments]
+    counts = [_features(segment, contract) for segment in segments]
     kinds = [VIDEO if is_clip(segment) else IMAGE for segment in segments]
     if not np.array_equal(types[types != TEXT], np.repeat(kinds, counts)):
         features = {kind: sum(n for k, n in zip(kinds, counts, strict=True) if k == kind) for kind in kinds}

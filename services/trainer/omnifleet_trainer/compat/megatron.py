@@ -6,8 +6,8 @@ Checked with megatron-bridge 0.6.2 and megatron-core 0.19.2. Four seams, each a 
 - `megatron.bridge.peft.lora_layers` imports Transformer Engine for `isinstance` alone. A stand-in is in `sys.modules`
   while that one module loads; megatron-core's own probes for Transformer Engine still find none.
 - megatron-core imports triton at module level in kernels that no CPU runs. A stand-in is there while they load.
-- megatron-core asks `torch.cuda` for the current device, streams and events, and writes `device="cuda"` in places.
-  Inside `on_cpu()`, and only there, these mean the CPU.
+- megatron-core asks `torch.cuda` for the current device, streams and events, writes `device="cuda"` in places, and
+  brings the experts' counts of tokens to the host. Inside `on_cpu()`, and only there, these mean the CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from omnifleet.errors import OmnifleetError, Reason
 
 VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
 _LORA = "megatron.bridge.peft.lora_layers"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _KERNELS = (
     "megatron.core.pipeline_parallel",
     "megatron.core.models.gpt",
@@ -170,9 +171,13 @@ def on_cpu() -> Iterator[None]:
         "stream": lambda *_: contextlib.nullcontext(),
     }
     before = {name: getattr(torch.cuda, name) for name in names}
+    dispatcher: Any = sys.modules.get(_DISPATCHER)  # None while the first model is built: nothing is routed yet
+    moved = getattr(dispatcher, "maybe_move_tensor_to_cpu", None)
     ranges = (torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
     for name, value in names.items():
         setattr(torch.cuda, name, value)
+    if dispatcher is not None:
+        dispatcher.maybe_move_tensor_to_cpu = _on_the_host
     torch.cuda.nvtx.range_push = lambda *_: None
     torch.cuda.nvtx.range_pop = lambda: None
     try:
@@ -181,6 +186,8 @@ def on_cpu() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(torch.cuda, name, value)
+        if dispatcher is not None:
+            dispatcher.maybe_move_tensor_to_cpu = moved
         torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = ranges
 
 
@@ -203,6 +210,11 @@ def _cuda_is_cpu() -> contextlib.AbstractContextManager[Any]:
             return func(*args, **settings)
 
     return Mode()
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the dispatcher of experts does with counts of tokens, which are on the host already."""
+    return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
 
 class _Stream:

@@ -65,11 +65,11 @@ class TorchCoreAttention(DotProductAttention):  # type: ignore[misc]
         )
 
 
-def gpt_spec(*, qk_layernorm: bool, normalization: str = "RMSNorm") -> Any:
-    """Spec of a dense language layer."""
+def gpt_spec(*, qk_layernorm: bool, experts: int | None = None, normalization: str = "RMSNorm") -> Any:
+    """Spec of a language layer; of a mixture if it has `experts`, computed one after the other."""
     return _by_torch(
         get_gpt_layer_local_spec(
-            num_experts=None,
+            num_experts=experts,
             moe_grouped_gemm=False,
             qk_layernorm=qk_layernorm,
             normalization=normalization,
@@ -79,7 +79,11 @@ def gpt_spec(*, qk_layernorm: bool, normalization: str = "RMSNorm") -> Any:
 
 def language_spec(config: Any) -> Any:
     """What `provider.transformer_layer_spec` is set to."""
-    return gpt_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    return gpt_spec(
+        qk_layernorm=config.qk_layernorm,
+        experts=config.num_moe_experts,
+        normalization=config.normalization,
+    )
 
 
 def use_in_qwen3() -> None:
@@ -88,7 +92,7 @@ def use_in_qwen3() -> None:
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model
 
     provider.get_gpt_layer_with_transformer_engine_spec = lambda **settings: gpt_spec(
-        qk_layernorm=settings["qk_layernorm"]
+        qk_layernorm=settings["qk_layernorm"], experts=settings["num_experts"]
     )
     model.get_vit_layer_with_transformer_engine_spec = lambda: _by_torch(get_vit_layer_with_local_spec())
     model.TENorm = WrappedTorchNorm

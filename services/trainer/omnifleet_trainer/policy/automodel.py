@@ -32,6 +32,7 @@ from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_n
 from omnifleet_trainer.policy.optimizer import Optimizer
 from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.rank import RankPolicy
+from omnifleet_trainer.policy.recompute import recompute_layers
 from omnifleet_trainer.policy.replay import Routers
 from omnifleet_trainer.policy.sharded import enter, make_enterable
 from omnifleet_trainer.policy.shards import own, spread, whole
@@ -78,6 +79,8 @@ class AutoModelPolicy(RankPolicy):
         self._owns_group = start_group(place, store)
         self._peers = Peers(index=place.rank, size=place.world)
         self._model, self._mesh = _build(source, trainer)
+        if trainer.recompute:
+            recompute_layers(self._model)
         if place.world > 1:
             make_enterable(self._model)
         self._names = source_names(self._model, shapes)

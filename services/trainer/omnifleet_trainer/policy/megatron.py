@@ -1,4 +1,5 @@
-"""The policy on Megatron Bridge and megatron-core: one rank, float32, local layers, Megatron's optimiser.
+"""The policy on Megatron Bridge and megatron-core: float32, local layers, Megatron's optimiser; over ranks by data,
+tensor and expert parallelism.
 
 Nothing here needs Transformer Engine; see compat/megatron_layers.py for what these layers cannot do. A fused weight of
 Megatron holds several of the checkpoint (query, key and value): they train or stay fixed together.
@@ -25,6 +26,7 @@ from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import megatron as compat
+from omnifleet_trainer.objectives.logprobs import token_logprobs
 from omnifleet_trainer.policy.families.megatron import MEGATRON_FAMILIES
 from omnifleet_trainer.policy.families.qwen import unknown_family
 from omnifleet_trainer.policy.flops import FlopsModel
@@ -33,7 +35,11 @@ from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching
+from omnifleet_trainer.policy.optimizer import check_moments
+from omnifleet_trainer.policy.packing import Packing
+from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.rank import RankPolicy
+from omnifleet_trainer.policy.recompute import recompute_layers
 from omnifleet_trainer.policy.vision import Vision
 
 
@@ -69,6 +75,7 @@ class MegatronPolicy(RankPolicy):
             place=place,
         )
         _refuse(trainer)
+        self._packs = trainer.packing is not False
         self._shapes = checkpoint_shapes(source)
         family = _family(source)
         frozen = matching(self._shapes, freeze)
@@ -84,10 +91,19 @@ class MegatronPolicy(RankPolicy):
 
     def _open(self, source: Path, family: Any, frozen: set[str], cache_bytes: int) -> None:
         with compat.on_cpu():
-            self._built: Built = build(source, self._shapes, frozen)
+            parallel = self._trainer.parallel
+            self._built: Built = build(source, self._shapes, frozen, parallel)
+            if self._trainer.recompute:
+                recompute_layers(self._built.core)
             parameters = dict(self._built.core.named_parameters())
             self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-            self._optimizer = MegatronOptimizer(self._trainable, self._trainer.optimizer, self._built.model)
+            self._optimizer = MegatronOptimizer(
+                self._trainable,
+                self._trainer.optimizer,
+                self._built,
+                distributed=parallel.distributed_optimizer,
+            )
+        self._peers = Peers(index=self._place.rank // parallel.tp, size=parallel.dp, stride=parallel.tp)
         names = fused_names(self._built.tasks)
         self._training = {source for name in self._trainable for source in names[name]}
         self.encoder_trains = any(name.startswith(("visual.", "vision_model.")) for name in self._trainable)
@@ -110,8 +126,11 @@ class MegatronPolicy(RankPolicy):
             "device": str(self._device),
             "dtype": self._trainer.dtype,
             "model": type(self._built.core).__name__,
-            "parameters": str(sum(p.numel() for p in self._built.core.parameters())),
-            "trainable_parameters": str(sum(p.numel() for p in self._trainable.values())),
+            "ranks": str(self._place.world),
+            "parameters": str(sum(math.prod(shape) for shape in self._shapes.values())),
+            "trainable_parameters": str(
+                sum(math.prod(self._shapes[n]) for n in self._training if n in self._shapes)
+            ),
             "encoder_trains": str(self.encoder_trains).lower(),
         }
 
@@ -133,16 +152,25 @@ class MegatronPolicy(RankPolicy):
         """See `Policy`."""
         return set(self._training)
 
+    def snapshot(self) -> Callable[[Path], None]:
+        """See `Policy`."""
+        with compat.on_cpu():
+            return super().snapshot()
+
     def load(self, folder: Path) -> None:
         """See `Policy`."""
+        self._peers.together(lambda: self._check_stored(folder))
+        with compat.on_cpu(), torch.no_grad():
+            self._built.bridge.load_hf_weights([self._built.model], str(folder / "policy"))
+            self._optimizer.load(folder / "optimizer")
+        self._vision.clear()
+
+    def _check_stored(self, folder: Path) -> None:
         if checkpoint_shapes(folder / "policy") != self._shapes:
             raise OmnifleetError(
                 Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
             )
-        with compat.on_cpu(), torch.no_grad():
-            self._built.bridge.load_hf_weights([self._built.model], str(folder / "policy"))
-        self._optimizer.load(folder / "optimizer")
-        self._vision.clear()
+        check_moments(folder / "optimizer", self._training)
 
     def offload(self) -> None:
         """See `Policy`."""
@@ -170,10 +198,30 @@ class MegatronPolicy(RankPolicy):
 
     def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
         def forward(micro: MicroBatch) -> Tensor:
-            logits = self._family.logits(self._vision.arguments(micro, batch.segments))
-            return self._response(micro, logits[:, micro.first - 1 : -1])
+            arguments = self._vision.arguments(micro, batch.segments)
+            ids = micro.input_ids[:, micro.first :]
+            kept = None if micro.kept is None else micro.kept[:, micro.first :]
+            if not self._packs:
+                return self._logprobs(self._family.logits(arguments)[:, micro.first - 1 : -1], ids, kept)
+            packing = Packing(micro)
+            logits = self._family.packed_logits(arguments, packing)[:, packing.predictions]
+            kept = None if kept is None else packing.wanted(kept)
+            return packing.padded(self._logprobs(logits, packing.wanted(ids), kept))
 
         return forward
+
+    def _logprobs(self, logits: Tensor, ids: Tensor, kept: Tensor | None) -> Tensor:
+        """[B, T] of `ids`; of tensor-parallel ranks each has logits of its part of the vocabulary."""
+        from megatron.core import tensor_parallel
+
+        if self._trainer.parallel.tp > 1 and kept is None:
+            negated: Tensor = tensor_parallel.vocab_parallel_cross_entropy(
+                logits.float() / self._temperature, ids
+            )
+            return -negated
+        if self._trainer.parallel.tp > 1:
+            logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+        return token_logprobs(logits, ids, temperature=self._temperature, kept=kept)
 
     def _update(self) -> float:
         norm = self._optimizer.norm()

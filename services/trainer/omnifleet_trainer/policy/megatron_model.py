@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a Megatron model of one rank, with some of its weights frozen."""
+"""From a Hugging Face folder to one rank's part of a Megatron model, with some of its weights frozen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from typing import Any
 
 import torch
 
+from omnifleet.config.parallel import ParallelConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.compat import megatron as compat
 
 _SHOWN = 6
 # Kernels that need CUDA, and habits of pre-training: parts frozen by default, losses of its own, vocabularies padded.
 _SETTINGS: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_bias_update_rate": 0.0,
     "pipeline_dtype": torch.float32,
     "autocast_dtype": torch.float32,
     "gradient_accumulation_fusion": False,
@@ -51,19 +57,19 @@ class Built:
     config: Any
 
 
-def build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
+def build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: ParallelConfig) -> Built:
     """Load `source`; its weights in `frozen` do not train. Call inside `compat.on_cpu()`, with a process group.
 
     Raises OmnifleetError: UNSUPPORTED if model and checkpoint hold different tensors, INVALID_CONFIG if `frozen` splits
-    a fused weight.
+    a fused weight or `parallel` does not divide the model.
     """
     with warnings.catch_warnings():  # a score of them say that Transformer Engine and Apex are not here
         warnings.simplefilter("ignore")
         compat.install()
-        return _build(source, shapes, frozen)
+        return _build(source, shapes, frozen, parallel)
 
 
-def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
+def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: ParallelConfig) -> Built:
     from megatron.bridge import AutoBridge
     from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -72,9 +78,14 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
     layers.use_in_qwen3()
     bridge = AutoBridge.from_hf_pretrained(str(source))
     config = bridge.hf_pretrained.config
+    _check_divides(config.text_config, parallel)
+    if config.model_type != "qwen2_5_vl":  # whose tower is not divided
+        _check_divides(config.vision_config, parallel, (("tp", parallel.tp, ("num_heads",)),))
     provider = bridge.to_megatron_provider(load_weights=True)
     cpu = not torch.cuda.is_available()
     settings = _SETTINGS | {
+        "tensor_model_parallel_size": parallel.tp,
+        "expert_model_parallel_size": parallel.ep,
         "transformer_layer_spec": layers.language_spec,
         "use_cpu_initialization": cpu,
         # Bridge leaves the section of the published sizes, whatever the config says.
@@ -85,13 +96,15 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
     provider.initialize_model_parallel(seed=None if cpu else 0)
 
     def freeze(chunks: list[Any]) -> list[Any]:
-        _freeze(chunks[0], fused_names(bridge.get_conversion_tasks(chunks)), shapes, frozen)
+        _freeze(chunks[0], bridge.get_conversion_tasks(chunks), shapes, frozen)
         return chunks
 
     provider.register_pre_wrap_hook(freeze)
     (model,) = provider.provide_distributed_model(
         ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=False, overlap_grad_reduce=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_grad_reduce=False,
         ),
         wrap_with_ddp=True,
         use_cpu_initialization=cpu,
@@ -105,18 +118,41 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str]) -> Built:
 
 
 def fused_names(tasks: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """Megatron name -> names of the checkpoint's weights that it holds."""
-    names: dict[str, tuple[str, ...]] = {}
-    for task in tasks:
-        held = task.mapping.hf_param
-        names[task.param_name] = (held,) if isinstance(held, str) else tuple(held.values())
-    return names
+    """Megatron name -> names of the checkpoint's weights that it holds; of this rank's weights."""
+    return {task.param_name: held_by(task) for task in tasks if task.megatron_module is not None}
 
 
-def _freeze(
-    core: Any, names: Mapping[str, tuple[str, ...]], shapes: Mapping[str, Any], frozen: set[str]
+def held_by(task: Any) -> tuple[str, ...]:
+    """Names of the checkpoint's weights that one weight of Megatron, of whichever rank, holds (a part of)."""
+    held = task.mapping.hf_param
+    return (held,) if isinstance(held, str) else tuple(held.values())
+
+
+def _check_divides(
+    config: Any, parallel: ParallelConfig, sizes: Sequence[tuple[str, int, Sequence[str]]] = ()
 ) -> None:
-    held = {name for group in names.values() for name in group}
+    sizes = sizes or (
+        (
+            "tp",
+            parallel.tp,
+            ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
+        ),
+        ("ep", parallel.ep, ("num_experts",)),
+    )
+    for name, size, fields in sizes:
+        for field in fields if size > 1 else ():
+            held = getattr(config, field, 0)
+            if held == 0 or held % size:
+                raise invalid(
+                    f"{name} = {size} does not divide the model's {field} = {held}",
+                    knob=f"trainer.parallel.{name}",
+                    reason=Reason.INVALID_CONFIG,
+                )
+
+
+def _freeze(core: Any, tasks: Sequence[Any], shapes: Mapping[str, Any], frozen: set[str]) -> None:
+    names = fused_names(tasks)
+    held = {name for task in tasks for name in held_by(task)}
     tied = {"lm_head.weight"} - set(shapes)
     missing, extra = sorted(set(shapes) - held), sorted(held - set(shapes) - tied)
     if missing or extra:

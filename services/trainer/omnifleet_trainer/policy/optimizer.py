@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -16,7 +17,7 @@ from omnifleet.config.recipe import OptimizerConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.policy.shards import Kept, spread
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
@@ -71,7 +72,7 @@ class Optimizer:
         updates: dict[str, float] = {}
         for name, weight in self._weights.items():
             if state := self._adam.state.get(weight):
-                for moment in _MOMENTS:
+                for moment in MOMENTS:
                     if (copy := kept(state[moment])) is not None:
                         tensors[f"{moment}/{name}"] = copy
                 updates[name] = float(state["step"])
@@ -80,14 +81,7 @@ class Optimizer:
 
     def load(self, folder: Path) -> None:
         """Restore what `snapshot` wrote, on however many ranks. Raises OmnifleetError(CORRUPT) if it is of other weights."""
-        body = json.loads((folder / "optimizer.json").read_text())
-        unknown = sorted(set(body["updates"]) - set(self._weights))
-        if unknown:
-            raise OmnifleetError(
-                Reason.CORRUPT,
-                f"{folder} has optimiser state of weights that do not train here: {unknown[:4]}",
-                knob="model.freeze",
-            )
+        body = check_moments(folder, set(self._weights))
         self._adam.state.clear()
         for name, updates in body["updates"].items():
             self._adam.state[self._weights[name]] = {"step": torch.tensor(updates)}
@@ -103,7 +97,7 @@ class Optimizer:
     def move(self, device: torch.device) -> None:
         """Carry the state to `device`; the step counters stay on the host, where AdamW wants them."""
         for state in self._adam.state.values():
-            for moment in _MOMENTS:
+            for moment in MOMENTS:
                 state[moment] = state[moment].to(device)
 
 
@@ -114,6 +108,19 @@ def write_moments(folder: Path, tensors: dict[str, Tensor], body: str, kept: Kep
     save_file(tensors, folder / f"moments{own}.safetensors")
     if kept.rank == 0:
         (folder / "optimizer.json").write_text(body)
+
+
+def check_moments(folder: Path, known: set[str]) -> dict[str, Any]:
+    """What is said of the moments in a folder. Raises OmnifleetError(CORRUPT) if they are of weights that are not `known`."""
+    body: dict[str, Any] = json.loads((folder / "optimizer.json").read_text())
+    unknown = sorted(set(body["updates"]) - known)
+    if unknown:
+        raise OmnifleetError(
+            Reason.CORRUPT,
+            f"{folder} has optimiser state of weights that do not train here: {unknown[:4]}",
+            knob="model.freeze",
+        )
+    return body
 
 
 def read_moments(folder: Path) -> Iterator[tuple[str, str, Tensor]]:

@@ -52,6 +52,8 @@ class RankPolicy(ABC):
     _flops: FlopsModel
     _reference: dict[str, Tensor] | None
     _peers: Peers
+    _packs = False
+    """Whether a micro-batch is bounded by its tokens alone, not by its padded ones."""
 
     def __init__(
         self,
@@ -232,6 +234,8 @@ class RankPolicy(ABC):
             micro_batch_tokens=self._trainer.micro_batch_tokens,
             contract=self._vision.contract,
             advantage_clip=self._objective.advantage_clip,
+            packed=self._packs,
+            cached=self._vision.frozen,
         )
         return [micro.to(self._device) for micro in micros]
 

@@ -75,7 +75,7 @@ class WorldPolicy:
     def logprobs(self, batch: StepBatch) -> list[npt.NDArray[np.float32]]:
         """See `Policy`."""
         dealt = shares(batch, range(len(batch.samples)), self._data_ranks)
-        call = self._world.call("logprobs", self._payloads(batch, dealt))
+        call = self._world.call("logprobs", payloads(batch, dealt, self._stride))
         return self._world.along(call, lambda: self._rank.logprobs(batch))
 
     def train(self, batch: StepBatch) -> dict[str, float]:
@@ -84,7 +84,7 @@ class WorldPolicy:
         for update in updates_of(batch, self._job.trainer.batch_samples):
             for mine, rows in zip(dealt, shares(batch, update, self._data_ranks), strict=True):
                 mine += rows
-        call = self._world.call("train", self._payloads(batch, dealt))
+        call = self._world.call("train", payloads(batch, dealt, self._stride))
         return self._world.along(call, lambda: self._rank.train(batch))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -141,14 +141,12 @@ class WorldPolicy:
         finally:
             self._world.kill(after_s=_LEAVE_S if self._world.whole else 0.0)
 
-    def _payloads(self, batch: StepBatch, dealt: list[list[int]]) -> list[bytes]:
-        """The step of each follower, by rank - 1; ranks that hold the same samples share one."""
-        parts = (
-            [encode(shard(batch, rows)) for rows in dealt]
-            if self._stride > 1
-            else [b"" if i == 0 else encode(shard(batch, rows)) for i, rows in enumerate(dealt)]
-        )
-        return [parts[rank // self._stride] for rank in range(1, self._data_ranks * self._stride)]
+
+def payloads(batch: StepBatch, dealt: list[list[int]], stride: int) -> list[bytes]:
+    """The step of each follower, by rank - 1. dealt: rows of each data rank, which is `stride` ranks that get the same."""
+    sent = range(len(dealt)) if stride > 1 else range(1, len(dealt))  # the first rank has it already
+    parts = {i: encode(shard(batch, dealt[i])) for i in sent}
+    return [parts[rank // stride] for rank in range(1, len(dealt) * stride)]
 
 
 @dataclasses.dataclass(slots=True)

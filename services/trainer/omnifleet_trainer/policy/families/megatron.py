@@ -15,6 +15,7 @@ from torch import Tensor
 from omnifleet_trainer.batch.collate import TEXT, MediaContract, MicroBatch
 from omnifleet_trainer.policy.families.port import Layout
 from omnifleet_trainer.policy.families.qwen import media_contract, patch_values, positions, scattered
+from omnifleet_trainer.policy.packing import Packing
 
 
 class MegatronQwen25VL:
@@ -54,6 +55,19 @@ class MegatronQwen25VL:
         logits: Tensor = self._model.language_model(input_ids=None, attention_mask=None, **arguments)
         return logits
 
+    def packed_logits(self, arguments: dict[str, Any], packing: Packing) -> Tensor:
+        """[1, T, V] of the same arguments, packed."""
+        embeds = packing.packed(arguments["decoder_input"].transpose(0, 1))
+        places = torch.cat([packing.packed(axis)[None] for axis in arguments["position_ids"]])
+        return self.logits(
+            _decoder(embeds, places)
+            | {"packed_seq_params": packing.parameters()}
+            | self._packed_features(arguments, packing)
+        )
+
+    def _packed_features(self, arguments: dict[str, Any], packing: Packing) -> dict[str, Any]:
+        return {}
+
 
 class MegatronQwen3VL(MegatronQwen25VL):
     """`Family` over Bridge's Qwen3-VL, whose tower is Megatron's own. W = H x (1 + number of inner layers)."""
@@ -71,10 +85,19 @@ class MegatronQwen3VL(MegatronQwen25VL):
             "deepstack_visual_embeds": inner,
         }
 
+    def _packed_features(self, arguments: dict[str, Any], packing: Packing) -> dict[str, Any]:
+        if "visual_pos_masks" not in arguments:
+            return {}
+        features = {
+            "deepstack_visual_embeds": arguments["deepstack_visual_embeds"]
+        }  # in prompt order already
+        return features | {"visual_pos_masks": packing.packed(arguments["visual_pos_masks"])}
+
 
 MEGATRON_FAMILIES: dict[str, type[MegatronQwen25VL]] = {
     "qwen2_5_vl": MegatronQwen25VL,
     "qwen3_vl": MegatronQwen3VL,
+    "qwen3_vl_moe": MegatronQwen3VL,
 }
 """By model_type of the checkpoint's config."""
 
@@ -87,6 +110,8 @@ def _rope(config: Any) -> Any:
     """What counts positions, apart from any model: transformers' functions over its config."""
     from transformers import Qwen2_5_VLModel, Qwen3VLModel
 
-    source = Qwen2_5_VLModel if config.model_type == "qwen2_5_vl" else Qwen3VLModel
+    source = (
+        Qwen2_5_VLModel if config.model_type == "qwen2_5_vl" else Qwen3VLModel
+    )  # the mixture counts as the dense
     taken = {name: getattr(source, name) for name in ("get_rope_index", "get_vision_position_ids")}
     return type("Rope", (), {"config": config, **taken})()

@@ -1,0 +1,54 @@
+"""Rows of a micro-batch one after the other, without the padding between them: [B, S] -> [1, T]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnifleet_trainer.batch.collate import MicroBatch
+
+
+class Packing:
+    """The places of one micro-batch's tokens. T: tokens that are no padding; N: those in columns first.. of it."""
+
+    def __init__(self, micro: MicroBatch) -> None:
+        device = micro.input_ids.device
+        lengths = torch.tensor(micro.lengths, device=device)
+        columns = torch.arange(micro.input_ids.shape[1], device=device)
+        self._real = columns < lengths[:, None]
+        self._wanted = self._real[:, micro.first :]
+        ends = lengths.cumsum(0)
+        self.bounds = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        """[B + 1] int32: row b is at bounds[b] up to bounds[b + 1]."""
+        self.longest = max(micro.lengths)
+        before = self.bounds[:-1, None] + columns[micro.first - 1 : -1]
+        self.predictions = before[self._wanted].long()
+        """[N] places in [1, T] of what predicts the tokens in columns first.., row by row."""
+
+    def packed(self, values: Tensor) -> Tensor:
+        """[B, S, ...] -> [1, T, ...]"""
+        return values[self._real][None]
+
+    def wanted(self, values: Tensor) -> Tensor:
+        """[B, S - first, ...] -> [1, N, ...]"""
+        return values[self._wanted][None]
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[1, N] -> [B, S - first], 0 in the padding."""
+        out = values.new_zeros(self._wanted.shape)
+        return out.masked_scatter(self._wanted, values)
+
+    def parameters(self) -> Any:
+        """What megatron-core's attention is told. total_tokens: without it state leaks from row to row in hybrid models."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.bounds,
+            cu_seqlens_kv=self.bounds,
+            max_seqlen_q=self.longest,
+            max_seqlen_kv=self.longest,
+            total_tokens=int(self.bounds[-1]),
+        )

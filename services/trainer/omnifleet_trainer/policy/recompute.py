@@ -1,0 +1,37 @@
+"""Activation checkpointing: a layer keeps its input and computes the rest again in the backward pass.
+
+Libraries switch theirs on in training mode only; policies stay in eval mode, where no dropout separates two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute_layers(model: nn.Module) -> int:
+    """Every layer of the model's outermost lists (of the decoder, of the tower) recomputes; how many do."""
+    count = 0
+    for layers in _outermost(model):
+        for layer in layers:
+            layer.forward = partial(_recomputed, layer.forward)
+            count += 1
+    return count
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _outermost(module: nn.Module) -> list[nn.ModuleList]:
+    found: list[nn.ModuleList] = []
+    for child in module.children():
+        found += [child] if isinstance(child, nn.ModuleList) else _outermost(child)
+    return found
