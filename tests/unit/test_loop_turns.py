@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from omnifleet.config.load import recipe_from_mapping
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Generation
 from tests.unit.loop_world import FakeRollout, world
@@ -111,3 +112,28 @@ async def test_devices_that_do_not_change_hands_end_the_run_with_the_reason(tmp_
     with world(tmp_path, steps=2) as w:  # what it had consumed comes back with the resume
         assert await w.controller.run()
         assert w.ledger.counts().consumed_twice == 0 and w.ledger.counts().lost == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"refit": {"transport": "nccl"}}, "cuda_ipc or shm"),
+        ({"refit": {"canary": {}}}, "leave refit.canary out"),
+        ({"rollout": {"kv_after_refit": "drain"}}, "finish nothing"),
+        ({"rollout": {"kv_after_refit": "keep"}}, "drops KV"),
+        ({"rollout": {"sleep_level": 2}, "trainer": {"refit_every": 2, "max_staleness": 1}}, "drops weights"),
+    ],
+)
+def test_what_cannot_be_in_turns_is_refused_with_the_knob(settings: dict[str, Any], says: str) -> None:
+    body = {"run": {"name": "r"}, "model": {"path": "tiny"}, "reward": [{"name": "format"}], **settings}
+    body["rollout"] = {"sleep_level": 1, **settings.get("rollout", {})}
+    with pytest.raises(OmnifleetError, match=says):
+        recipe_from_mapping(body, "test")
+
+
+def test_a_recipe_takes_turns_only_where_it_says_so() -> None:
+    body = {"run": {"name": "r"}, "model": {"path": "tiny"}, "reward": [{"name": "format"}]}
+    assert not recipe_from_mapping(body, "test").colocated
+    assert recipe_from_mapping(
+        {**body, "rollout": {"sleep_level": 0, "kv_after_refit": "keep"}}, "test"
+    ).colocated
