@@ -1,0 +1,88 @@
+"""The twins of the reference's recipes, by configuration alone: two steps each through their backend on one CPU rank."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omnifleet.address import token_digest
+from omnifleet.config.load import load_recipe
+from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
+from omnifleet_trainer.loop.batches import AdvantageRule
+from omnifleet_trainer.policy.build import open_policy
+from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+
+pytestmark = [pytest.mark.heavy, pytest.mark.soak]
+
+TWINS = (
+    "clevr-automodel",
+    "mmpr-automodel",
+    "clevr-megatron",
+    "mmpr-megatron",
+    "gym-video",
+    "gym-video-async",
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(folder, family="qwen2_5_vl")  # a family that both backends have
+    return folder
+
+
+def batch_of(groups: int, size: int) -> StepBatch:
+    """Replies of 3 to 7 tokens, the last of each group cut; in each group the first half is right."""
+    random = np.random.default_rng(0)
+    samples = []
+    for g in range(groups):
+        prompt = random.integers(0, 300, 6).tolist()
+        for i in range(size):
+            reply = random.integers(0, 300, 3 + (g + i) % 5).tolist()
+            samples.append(
+                TrainingSample(
+                    trajectory_id=f"{g}/{i}",
+                    group_id=f"g{g}",
+                    prompt_token_ids=prompt,
+                    prompt_hash=token_digest(prompt),
+                    token_ids=reply,
+                    generation_logprobs=[-1.0] * len(reply),
+                    mask=[1] * len(reply),
+                    lag=[0] * len(reply),
+                    reward=float(i < size // 2),
+                    truncated=i == size - 1,
+                )
+            )
+    return StepBatch(samples, 1)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_trains_two_steps(name: str, source: Path) -> None:
+    recipe = load_recipe(f"twins/{name}", [f"model.path={source}", "trainer.threads=1"])
+    trainer, objective = recipe.trainer, recipe.objective
+    policy = open_policy(recipe, source)
+    try:
+        assert not any(weight.startswith("visual.") for weight in policy.trainable_names())
+        batch = batch_of(trainer.prompts_per_step, trainer.generations_per_prompt)
+        for sample, values in zip(batch.samples, policy.logprobs(batch), strict=True):
+            sample.generation_logprobs = values.tolist()
+        for sample, advantage in zip(batch.samples, AdvantageRule(objective)(batch.samples), strict=True):
+            sample.advantage = advantage
+        whole = len(batch.samples)
+        cut = trainer.prompts_per_step if objective.overlong_filtering else 0
+        for step in range(2):
+            batch.step = step
+            metrics = policy.train(batch)
+            assert all(math.isfinite(value) for value in metrics.values()), metrics
+            updates = whole / (trainer.batch_samples or whole)
+            assert metrics["updates"] == updates and metrics["grad_norm"] > 0
+            assert metrics["global_valid_seqs"] == (whole - cut) / updates, "of one update"
+            share = trainer.optimizer.warmup_start if trainer.optimizer.warmup_steps else 1.0
+            if step == 0:
+                assert metrics["lr"] == pytest.approx(share * trainer.optimizer.lr)
+                assert metrics["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
+    finally:
+        policy.close()
