@@ -285,9 +285,9 @@ async def test_a_reply_goes_on_with_new_weights_after_its_engine_slept(live: Liv
                 await on.turns.wake(deadline_s=60)
             if isinstance(event, Done):
                 done = event
-        assert done is not None and done.tokens == 400
-        assert [span.version.number for span in done.spans][-1] == live.number
-        assert len({span.version for span in done.spans}) == 2
+        assert done is not None, "a media token that the model writes may end it before its limit"
+        first, second = done.spans
+        assert first.version != second.version and second.version.number == live.number
         await on.check_against_hf([picture])
 
 
