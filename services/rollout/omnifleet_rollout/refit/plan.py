@@ -104,6 +104,19 @@ class Plan:
                 pairs.append((into, move.read.on(source, int(source.storage_offset())).expand(into.shape)))
         return pairs
 
+    def needs(self) -> dict[str, tuple[View, ...]]:
+        """The windows of each source that this rank reads, each once: all that it would have to be sent."""
+        windows: dict[str, dict[View, None]] = {}
+        for move in self.moves:
+            windows.setdefault(move.source, {})[move.read] = None
+        return {name: tuple(views) for name, views in windows.items()}
+
+    @property
+    def share(self) -> float:
+        """Elements that this rank reads over those of all sources, 0..1: a half and a little more for one rank of two."""
+        read = sum(prod(view.shape) for views in self.needs().values() for view in views)
+        return min(1.0, read / max(1, sum(prod(shape) for shape in self.shapes.values())))
+
     def gather(self, model: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """A source tensor put together again from parameter memory; None if that does not hold all of it, or cast."""
         targets = dict(_memory(model))

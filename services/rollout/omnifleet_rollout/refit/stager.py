@@ -194,7 +194,12 @@ class Stager:
                 self._kept.forget(plan.key)
             log.warning("the refit plan is dropped: the loader makes others of %s", ", ".join(different[:5]))
         else:
-            log.info("refit plan %s: %d copies, equal to the loader's result", plan.key[:12], len(plan.moves))
+            log.info(
+                "refit plan %s: %d copies of %.0f%% of the elements, equal to the loader's result",
+                plan.key[:12],
+                len(plan.moves),
+                100 * plan.share,
+            )
             if self._kept is not None:
                 self._kept.keep(plan)
         return False
