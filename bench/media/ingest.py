@@ -29,6 +29,7 @@ from typing import Any
 import av
 import numpy as np
 import psutil
+import uvloop
 from PIL import Image
 
 FRAMES = 32
@@ -52,7 +53,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "serve":
-        asyncio.run(serve(arguments.folder, arguments.processes, arguments.share))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as a service's own process does
+            runner.run(serve(arguments.folder, arguments.processes, arguments.share))
     elif arguments.role:
         decode_bare(arguments.role, arguments.processes)
     else:
@@ -275,12 +277,14 @@ async def serve(folder: Path, processes: int, share: str) -> None:
     """A media service until its input closes."""
     from omnifleet.auth import OPEN
     from omnifleet.config.services import MediaConfig
+    from omnifleet.service import freeze_heap
     from omnifleet_media.server.run import media_service
 
     config = MediaConfig.model_validate(
         {"decoders": processes, "processors": (), "shared_memory_when": share}
     )
     async with media_service(config, folder, OPEN) as running:
+        freeze_heap()
         print(json.dumps(running.grpc), flush=True)
         await asyncio.to_thread(sys.stdin.buffer.read)
 

@@ -55,12 +55,14 @@ def serve(
     Where it listens is written to RUN/services/media.json once it can serve.
     Settings are section `media` of the run's recipe: see `omnifleet config show`.
     """
+    import uvloop
+
     from omnifleet.service import run_to_exit
 
     overrides = list(settings or [])
     overrides += [f"media.listen={listen}"] if listen else []
     overrides += [f"media.http_listen={http_listen}"] if http_listen else []
-    run_to_exit(_serve(run_dir, overrides, log_json))
+    run_to_exit(_serve(run_dir, overrides, log_json), loop_factory=uvloop.new_event_loop)
 
 
 @app.command()
@@ -278,7 +280,7 @@ async def _serve(run_dir: Path, overrides: list[str], log_json: bool) -> None:
     import logging
 
     from omnifleet.config.services import MediaConfig
-    from omnifleet.service import load_section, load_tokens, until_stopped, write_record
+    from omnifleet.service import freeze_heap, load_section, load_tokens, until_stopped, write_record
     from omnifleet.telemetry.logs import set_up_logs
     from omnifleet_media.server.run import media_service
 
@@ -288,6 +290,7 @@ async def _serve(run_dir: Path, overrides: list[str], log_json: bool) -> None:
     async with media_service(config, run_dir, load_tokens(run_dir)) as running:
         write_record(run_dir, "media", grpc=running.grpc, http=running.http)
         log.info("gRPC on %s, HTTP on %s", running.grpc, running.http)
+        freeze_heap()
         await until_stopped()
         log.info("stopping")
 
