@@ -213,6 +213,17 @@ class OptimizerConfig(StrictModel):
     """Largest global gradient norm."""
 
 
+class LoraConfig(StrictModel):
+    """Adapters beside fixed weights: W + alpha / rank x B A. automodel only."""
+
+    targets: tuple[str, ...] = Field(("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj"), min_length=1)
+    """Glob patterns over the names of linear layers; a pattern that matches nothing is an error."""
+    rank: int = Field(16, ge=1)
+    """Width of an adapter."""
+    alpha: int = Field(32, ge=1)
+    """Scale, times 1 / rank."""
+
+
 class TrainerConfig(StrictModel):
     """The loop, the policy and the ledger."""
 
@@ -242,6 +253,8 @@ class TrainerConfig(StrictModel):
     sequences of like length and has no other way."""
     recompute: bool = False
     """Keep each layer's input alone, and compute the layer again in the backward pass: less memory, more time."""
+    lora: LoraConfig | None = None
+    """Set ({} suffices): adapters train, and no other weight. Engines get the sums."""
     logprob_chunk: int | None = Field(None, gt=0)
     """Positions whose logits exist at once; each is computed again in the backward pass. Default: all, once."""
     max_staleness: int = Field(1, ge=0)
@@ -303,6 +316,8 @@ class TrainerConfig(StrictModel):
             return self
         if (refused := self.parallel.refused(self.backend)) is not None:
             raise ValueError(f"parallel.{refused[0]}: {refused[1]}")
+        if self.lora is not None and self.backend != "automodel":
+            raise ValueError(f"trainer.lora needs backend = automodel: {self.backend} has no adapters")
         if self.packing and self.backend != "megatron":
             raise ValueError(f"trainer.packing needs backend = megatron: {self.backend} pads")
         return self
@@ -482,7 +497,9 @@ class Recipe(StrictModel):
                 "rollout.engine.return_sampling_mask: sampling.top_p = 1 and top_k = -1 filter nothing; leave it out"
             )
         if engine.return_routed_experts and self.trainer.recompute:
-            raise ValueError("trainer.recompute would route anew: set rollout.engine.return_routed_experts = false")
+            raise ValueError(
+                "trainer.recompute would route anew: set rollout.engine.return_routed_experts = false"
+            )
         if engine.return_routed_experts and self.trainer.backend == "megatron":
             raise ValueError(
                 "trainer.backend = megatron replays no routing: set rollout.engine.return_routed_experts = false"
@@ -521,6 +538,12 @@ class Recipe(StrictModel):
             engine=self.rollout.engine.tensor_parallel_size,
             samples=trainer.batch_samples or trainer.prompts_per_step * trainer.generations_per_prompt,
         )
+
+    @model_validator(mode="after")
+    def _adapters_train_alone(self) -> Recipe:
+        if self.trainer.lora is not None and self.model.freeze:
+            raise ValueError("trainer.lora fixes every weight of the model: leave model.freeze out")
+        return self
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:

@@ -27,6 +27,7 @@ from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import read_folder
 from omnifleet_trainer.policy.group import ALONE, Place, start_group
 from omnifleet_trainer.policy.head import PlainHead, plain_head
+from omnifleet_trainer.policy.lora import Adapters, adapters_of, write_adapters
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_names
 from omnifleet_trainer.policy.optimizer import Optimizer
@@ -85,9 +86,11 @@ class AutoModelPolicy(RankPolicy):
             make_enterable(self._model)
         self._names = source_names(self._model, shapes)
         parameters = dict(self._model.named_parameters())
+        self._adapters = None if trainer.lora is None else Adapters(self._model, trainer.lora, seed=seed)
+        trains = None if self._adapters is None else self._adapters.parameters
         for name, parameter in parameters.items():
-            parameter.requires_grad_(self._names[name] not in frozen)
-        trainable = {self._names[name]: p for name, p in parameters.items() if p.requires_grad}
+            parameter.requires_grad_(self._names[name] not in frozen if trains is None else name in trains)
+        trainable = trains or {self._names[name]: p for name, p in parameters.items() if p.requires_grad}
         self._trainable = trainable
         self._optimizer = Optimizer(trainable, trainer.optimizer)
         self.encoder_trains = any(p.requires_grad for name, p in parameters.items() if _is_encoder(name))
@@ -129,6 +132,32 @@ class AutoModelPolicy(RankPolicy):
         for name, tensor in self._state():
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
+    def trainable_names(self) -> set[str]:
+        """See `Policy`; with adapters, the weights that they are added to."""
+        if self._adapters is None:
+            return super().trainable_names()
+        return {source for name, source in self._names.items() if self._adapters.adapts(name)}
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """See `Policy`; adapters are written beside what they are added to."""
+        write = super().snapshot()
+        if self._adapters is None:
+            return write
+        adapters = self._adapters.copied()
+
+        def write_both(folder: Path) -> None:
+            write(folder)
+            if self._place.rank == 0:
+                write_adapters(folder, adapters)
+
+        return write_both
+
+    def save(self, folder: Path) -> None:
+        """See `Policy`."""
+        super().save(folder)
+        if self._adapters is not None and self._peers.alone:
+            write_adapters(folder, self._adapters.copied())
+
     def load(self, folder: Path) -> None:
         """See `Policy`."""
         self._peers.together(lambda: self._load(folder))
@@ -144,8 +173,10 @@ class AutoModelPolicy(RankPolicy):
             raise OmnifleetError(
                 Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
             )
+        if self._adapters is not None:
+            self._adapters.load(folder)
         with torch.no_grad():
-            for name, tensor in read_folder(folder / "policy"):
+            for name, tensor in read_folder(folder / "policy") if self._adapters is None else ():
                 own(state[name]).copy_(own(spread(tensor, state[name])))
         self._optimizer.load(folder / "optimizer")
         self._vision.clear()
@@ -214,7 +245,9 @@ class AutoModelPolicy(RankPolicy):
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._model.state_dict().items():
             if name in self._names:
-                yield self._names[name], whole(tensor.detach())
+                weight = tensor.detach()
+                merged = whole(weight) if self._adapters is None else self._adapters.merged(name, weight)
+                yield self._names[name], merged
 
     def _move(self, device: torch.device) -> None:
         self._model.to(device)
@@ -247,5 +280,6 @@ def _build(source: Path, trainer: TrainerConfig) -> tuple[Any, Any]:
         use_liger_kernel=False,
         force_hf=True,
         distributed_setup=setup,
+        peft_config=None if trainer.lora is None else adapters_of(trainer.lora),
     )
     return model.eval(), setup.mesh_context

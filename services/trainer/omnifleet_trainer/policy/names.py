@@ -65,7 +65,7 @@ def source_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, st
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    state = model.state_dict()
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     live = {id(tensor): name for name, tensor in state.items()}
     names: dict[str, str] = {}
     for source, tensor in revert_weight_conversion(model, dict(state)).items():
