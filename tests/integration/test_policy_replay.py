@@ -128,3 +128,16 @@ def test_a_model_whose_routing_cannot_be_replayed_is_refused_before_it_is_loaded
         Reason.UNSUPPORTED,
         "rollout.engine.return_routed_experts",
     )
+
+
+def test_a_snapshot_leaves_the_folder_that_save_leaves(policy: AutoModelPolicy, tmp_path: Path) -> None:
+    """What a checkpoint beside the next step is made of must load as what one in between is made of."""
+    policy.save(tmp_path / "saved")
+    policy.snapshot()(tmp_path / "beside")
+    for folder in ("saved", "beside"):
+        policy.load(tmp_path / folder)
+    files = {
+        folder: sorted(str(path.relative_to(tmp_path / folder)) for path in (tmp_path / folder).rglob("*"))
+        for folder in ("saved", "beside")
+    }
+    assert files["saved"] == files["beside"] and "policy/config.json" in files["beside"]

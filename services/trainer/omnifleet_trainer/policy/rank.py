@@ -25,7 +25,7 @@ from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.batch.shares import reply_lengths, shares, updates_of
 from omnifleet_trainer.objectives.logprobs import token_logprobs
 from omnifleet_trainer.policy.flops import FlopsModel, mfu
-from omnifleet_trainer.policy.folder import write_folder, write_shards
+from omnifleet_trainer.policy.folder import finish_folder, write_folder, write_shards
 from omnifleet_trainer.policy.group import Place
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.optimizer import Optimizer
@@ -185,6 +185,8 @@ class RankPolicy(ABC):
         def write(folder: Path) -> None:
             write_shards(folder / "policy", weights, rank=self._place.rank)
             write_optimizer(folder / "optimizer")
+            if self._place.world == 1:  # of many, the one that all ranks have answered does it
+                finish_folder(folder / "policy", self._source)
 
         return write
 
