@@ -27,7 +27,7 @@ APPS = {
     "gateway": "omnifleet_rollout.cli import gateway_app as app",
     "rollout": "omnifleet_rollout.cli import app",
 }
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @asynccontextmanager
@@ -99,9 +99,9 @@ async def services(run_dir: Path) -> AsyncIterator[None]:
 
 async def steps_of(run_dir: Path, until: int) -> None:
     """Return once the run has trained step `until`."""
-    address = await peer(run_dir, "trainer", deadline_s=60)
+    address = await peer(run_dir, "trainer", deadline_s=150)
     async with TrainerClient.open(address, load_tokens(run_dir).secret(Scope.OPERATOR)) as client:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             async for report in client.steps():
                 if report.step >= until:
                     return
