@@ -14,7 +14,7 @@ from omnifleet.service import read_records
 from omnifleet_trainer.ledger import LedgerReader
 from tests.integration.test_trainer_process import said, services, steps_of, trainer, write_recipe
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(480)]
 
 
 async def held(run_dir: Path, step: int) -> None:
