@@ -34,13 +34,13 @@ class ParallelConfig(StrictModel):
 
     def refused(self, backend: str) -> tuple[str, str] | None:
         """(field, why) of a size that `backend` does not have, or that fits no other; None if all is well."""
-        if self.dp % self.ep:
-            return "ep", f"ep {self.ep} does not divide dp {self.dp}: ranks of experts are ranks of data"
         if self.ep > 1 and self.tp > 1:
             return (
                 "tp",
                 "a mixture of experts with tp > 1 needs sequence parallelism, and that Transformer Engine",
             )
+        if self.dp % self.ep:
+            return "ep", f"ep {self.ep} does not divide dp {self.dp}: ranks of experts are ranks of data"
         if self.sp:
             return (
                 "sp",

@@ -78,6 +78,8 @@ def test_what_cannot_run_is_refused_before_it_starts(name: str) -> None:
     with pytest.raises(OmnifleetError) as caught:
         load_recipe(f"nemotron-omni/{name}")
     assert caught.value.reason is Reason.INVALID_CONFIG
+    why = "automodel backend" if "automodel" in name else "Transformer Engine"
+    assert why in caught.value.message
 
 
 # ---------------------------------------------------------------- placement
