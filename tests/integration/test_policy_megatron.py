@@ -140,7 +140,8 @@ def test_both_backends_and_plain_transformers_train_alike(folders: dict[str, Pat
             assert row["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
             assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
         work.append([row["mfu"] * row["train_seconds"] for row in rows])
-    assert work[0] == pytest.approx(work[1])
+    # A pack takes more samples than a padded batch, so its tower runs for fewer references.
+    assert all(0 < packed <= padded for packed, padded in zip(*work, strict=True))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
