@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from omnifleet.config import load_recipe
 from omnifleet.errors import OmnifleetError
 from omnifleet.processor import image_token_id, read_image_processor, read_video_processor
 from omnifleet.vision_grid import nemotron_clip_grid
+from omnifleet_trainer.policy.names import matching
 from omnifleet_trainer.tiny.command import make_tiny_model
 from omnifleet_trainer.tiny.hybrid import MIXED, SPECIAL, write_hybrid
 from omnifleet_trainer.tiny.mixture import EXPERTS, WIDTH, write_mixture
@@ -27,6 +29,13 @@ pytestmark = pytest.mark.heavy
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("hybrid") / "model"
     write_hybrid(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("mixed") / "model"
+    write_hybrid(out, pattern=MIXED)
     return out
 
 
@@ -57,12 +66,34 @@ def test_a_hybrid_has_the_published_names(hybrid: Path) -> None:
     assert not [name for name in names if "layer_scale" in name]
 
 
-def test_a_hybrid_with_experts_has_their_names(tmp_path: Path) -> None:
-    write_hybrid(tmp_path, pattern=MIXED)
-    names = set(load_file(tmp_path / "model.safetensors"))
+def test_a_hybrid_with_experts_has_their_names(mixed: Path) -> None:
+    names = set(load_file(mixed / "model.safetensors"))
     gate = "language_model.backbone.layers.2.mixer"
     assert {f"{gate}.gate.weight", f"{gate}.gate.e_score_correction_bias"} <= names
     assert f"{gate}.experts.7.up_proj.weight" in names and f"{gate}.shared_experts.down_proj.weight" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        ("clevr-automodel", {"vision_model", "sound_encoder"}),
+        ("mmpr-automodel", {"vision_model", "sound_encoder"}),
+        ("clevr-megatron", {"router"}),
+        ("mmpr-megatron", {"router"}),
+        ("gym-video", {"vision_model", "mlp1", "router"}),
+        ("gym-video-async", {"vision_model", "mlp1", "router"}),
+    ],
+)
+def test_recipes_freeze_what_the_reference_freezes(name: str, frozen: set[str], mixed: Path) -> None:
+    """Every pattern of `model.freeze` matches the published names, and nothing of the language model but its router."""
+    sounds = {"sound_encoder.encoder.layers.0.norm_out.weight", "sound_projection.linear1.weight"}
+    names = set(load_file(mixed / "model.safetensors")) | sounds
+    patterns = load_recipe(f"nemotron-omni/{name}", plan=True).model.freeze
+    found = matching(names, patterns)
+    parts = {"router" if ".gate." in weight else weight.split(".")[0] for weight in found}
+    assert parts == frozen
+    whole = {weight for weight in names if weight.split(".")[0] in frozen}
+    assert whole <= found
 
 
 def test_a_pattern_of_unknown_layers_is_refused(tmp_path: Path) -> None:
