@@ -237,7 +237,7 @@ class TrainerConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser are float32."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of the policy; default: all."""
+    """CPU threads of each rank of the policy; default: all of one, shares of several."""
     steps: int = Field(100, ge=1)
     """Training steps of the run."""
     prompts_per_step: int = Field(32, ge=1)

@@ -74,8 +74,6 @@ class AutoModelPolicy(RankPolicy):
         )
         shapes = checkpoint_shapes(source)
         frozen = matching(shapes, freeze)
-        if trainer.threads is not None:
-            torch.set_num_threads(trainer.threads)
         torch.manual_seed(seed)
         self._owns_group = start_group(place, store)
         self._peers = Peers(index=place.rank, size=place.world)

@@ -79,8 +79,6 @@ class MegatronPolicy(RankPolicy):
         self._shapes = checkpoint_shapes(source)
         family = _family(source)
         frozen = matching(self._shapes, freeze)
-        if trainer.threads is not None:
-            torch.set_num_threads(trainer.threads)
         torch.manual_seed(seed)
         self._owns_group, self._open_groups = start_group(place, store), True
         try:

@@ -5,6 +5,7 @@ model. All ranks of a world make the same calls in the same order; see world.py.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,11 @@ class RankPolicy(ABC):
                 reason=Reason.INVALID_CONFIG,
             )
         self._place, self._peers = place, ALONE
+        threads = trainer.threads
+        if threads is None and place.world > 1:  # else every rank takes all of them
+            threads = max((os.cpu_count() or 1) // place.world, 1)
+        if threads is not None:
+            torch.set_num_threads(threads)
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 Value = TypeVar("Value")
 
@@ -31,4 +31,7 @@ def plain_forward(module: Any, **arguments: Any) -> Any:
 
 
 def _enter(call: Callable[[], Value]) -> Value:
-    return call()
+    value: Any = call()
+    if isinstance(value, Tensor) and value._is_view():  # FSDP2 hangs its backward hook on what is returned
+        value = value.clone()
+    return value  # type: ignore[no-any-return]

@@ -118,7 +118,7 @@ class Vision:
         if not missing:
             return ready
         pixels = np.concatenate([patches_of(segments[key]) for key in missing])
-        grids = [torch.from_numpy(grid_of(segments[key])) for key in missing]
+        grids = [torch.tensor(grid_of(segments[key])) for key in missing]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             encoded = self._family.encode(torch.from_numpy(pixels).to(device), torch.cat(grids).to(device))
         assert self.contract is not None
