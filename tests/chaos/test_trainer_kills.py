@@ -16,7 +16,7 @@ from omnifleet.report.records import read_run
 from omnifleet_trainer.ledger import LedgerReader
 from tests.integration.test_trainer_process import process, said, services
 
-STEPS, KILLS = 40, 5
+STEPS, KILLS = 30, 5
 PROMPTS, SAMPLES = 4, 2
 pytestmark = [pytest.mark.heavy, pytest.mark.soak, pytest.mark.timeout(600)]
 
