@@ -39,17 +39,11 @@ class InstantDecoder:
             await self._before()
         self.decodes += 1
         frames = list(np.frombuffer(source.data, np.uint8).reshape(-1, HEIGHT, WIDTH, 3))
-        if len(frames) == 1:
-            return keep(Decoded(MediaKind.IMAGE, frames, len(source.data), (WIDTH, HEIGHT)))
-        return keep(
-            Decoded(
-                MediaKind.VIDEO,
-                frames,
-                len(source.data),
-                (WIDTH, HEIGHT),
-                [float(i) for i in range(len(frames))],
-            )
-        )
+        count, size, take = len(frames), (WIDTH, HEIGHT), frames.__getitem__
+        if count == 1:
+            return keep(Decoded(MediaKind.IMAGE, 1, take, FRAME_BYTES, size))
+        times = [float(i) for i in range(count)]
+        return keep(Decoded(MediaKind.VIDEO, count, take, len(source.data), size, times))
 
     async def close(self) -> None:
         """Nothing to end."""

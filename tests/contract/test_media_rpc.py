@@ -111,7 +111,7 @@ async def test_hsh_11_a_thousand_pictures_have_a_thousand_addresses(tmp_path: Pa
         Image.new("RGB", (1, 1), (i % 256, i // 256, 7)).save(out, "BMP")
         return out.getvalue()
 
-    async with served(tmp_path) as client:
+    async with running(tmp_path) as service, MediaClient.open(service.grpc, deadline_s=240) as client:
         refs = await asyncio.gather(*(client.put_image(dot(i), "run") for i in range(1000)))
         assert len(set(refs)) == 1000
         for i in (0, 300, 999):

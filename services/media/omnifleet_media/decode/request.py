@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,13 +30,15 @@ Kept = TypeVar("Kept")
 class Decoded:
     """Canonical frames, each uint8 RGB (H, W, 3) of one size; or one track: float32 (N,).
 
-    frames: to be gone through once; each array is nobody else's, and its memory is used again for the next.
+    count, frame: how many frames there are, and one by its number. Any thread may take one; it is nobody else's, and its
+    memory is used again for the next that the thread takes.
     bytes: of all frames together. size: (width, height) in pixels; of a track: (samples, samples a second).
     timestamps_s: of the frames of a clip.
     """
 
     kind: MediaKind
-    frames: Iterable[Array]
+    count: int
+    frame: Callable[[int], Array]
     bytes: int
     size: tuple[int, int]
     timestamps_s: list[float] = field(default_factory=list)
@@ -80,7 +83,7 @@ class Decoder:
         }
 
         def take(answer: Header, body: memoryview) -> Kept:
-            return keep(Decoded(MediaKind.IMAGE, _frames(answer, body, 1), len(body), _size(answer)))
+            return keep(Decoded(MediaKind.IMAGE, 1, _frames(answer, body, 1), len(body), _size(answer)))
 
         kept: Kept = await self.pictures.call(request, source.data, take)
         return kept
@@ -101,10 +104,9 @@ class Decoder:
         }
 
         def take(answer: Header, body: memoryview) -> Kept:
-            frames, size = _frames(answer, body, answer["frames"]), _size(answer)
-            return keep(
-                Decoded(MediaKind.VIDEO, frames, len(body), size, answer["timestamps_s"], answer["facts"])
-            )
+            count, times = answer["frames"], answer["timestamps_s"]
+            frame, size = _frames(answer, body, count), _size(answer)
+            return keep(Decoded(MediaKind.VIDEO, count, frame, len(body), size, times, answer["facts"]))
 
         pool = self.pictures if source.type.codec else self.clips
         kept: Kept = await pool.call(request, source.data, take)
@@ -120,7 +122,9 @@ class Decoder:
                 raise _odd_answer(body, f"{answer['samples']} samples")
             samples = np.frombuffer(body, "<f4").copy()
             size = len(samples), contract.sample_rate
-            return keep(Decoded(MediaKind.AUDIO, [samples], len(body), size, facts=answer["facts"]))
+            return keep(
+                Decoded(MediaKind.AUDIO, 1, lambda _: samples, len(body), size, facts=answer["facts"])
+            )
 
         kept: Kept = await self.clips.call(request, source.data, take)
         return kept
@@ -131,15 +135,22 @@ def _size(answer: Header) -> tuple[int, int]:
     return width, height
 
 
-def _frames(answer: Header, body: memoryview, count: int) -> Iterator[Array]:
-    """Each frame, copied out of the decoder's reach into memory that stays in the processor's cache."""
+def _frames(answer: Header, body: memoryview, count: int) -> Callable[[int], Array]:
+    """Frames by number, each copied out of the decoder's reach as it is asked for, while it is in the processor's cache."""
     width, height = _size(answer)
     if len(body) != count * height * width * 3:
         raise _odd_answer(body, f"{count} frames")
-    own = np.empty((height, width, 3), np.uint8)
-    for frame in np.frombuffer(body, np.uint8).reshape(count, height, width, 3):
-        own[:] = frame
-        yield own
+    frames = np.frombuffer(body, np.uint8).reshape(count, height, width, 3)
+    threads = threading.local()
+
+    def frame(i: int) -> Array:
+        own: Array | None = getattr(threads, "own", None)
+        if own is None:
+            own = threads.own = np.empty((height, width, 3), np.uint8)
+        own[:] = frames[i]
+        return own
+
+    return frame
 
 
 def _odd_answer(body: memoryview, what: str) -> OmnifleetError:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -53,6 +54,7 @@ log = logging.getLogger("omnifleet.media")
 
 _CONFIG_BYTES = 64 << 10
 _TRIES = 3
+_FRAME_THREADS = 4  # frames of a clip that are hashed and written at once
 _SHORT_BYTES = 1 << 20  # hashed in less time than it takes to hand the bytes to a thread
 Answer = TypeVar("Answer")
 Piece = tuple[Blob, bytes | memoryview]
@@ -113,6 +115,7 @@ class Library:
         self._decoder, self._processors = decoder, processors
         self.recovery = Recovery(store, index, counters)
         self._flights = Flights(index)
+        self._frames = ThreadPoolExecutor(_FRAME_THREADS, thread_name_prefix="media-frames")
         self._decodes: SingleFlight[Digest, tuple[_Made, bool]] = SingleFlight()
         self._segments: SingleFlight[Digest, tuple[SegmentRecord, bool]] = SingleFlight()
 
@@ -132,6 +135,7 @@ class Library:
         await self._segments.close()
         await self._decoder.close()
         await self._processors.close()
+        self._frames.shutdown(wait=False)
         await self.retention.note()
 
     # ------------------------------------------------------------------ sources to objects
@@ -228,25 +232,22 @@ class Library:
         disk, removals = self.store.disk, self.store.disk.removals
         fits = disk.used + clip.bytes + len(source.data) <= self.config.disk_bytes
         early = fits and self.store.objects is None
-        frames: list[Digest] = []
-        pieces: dict[Digest, Piece] = {}
-        new: list[int] = []
-        last: list[Piece] = []
-        for frame in clip.frames:
+        only = early and clip.count == 1  # written with what lies beside it
+
+        def kept(i: int) -> tuple[Blob, int, bool, bytes | memoryview]:
+            """Blob of a frame, its bytes, whether it was written and new, and what has yet to be written."""
+            frame = clip.frame(i)
             track = clip.kind is MediaKind.AUDIO
             name = track_digest(frame, height) if track else frame_digest(frame)
-            frames.append(name)
-            if name in pieces:
-                continue
-            piece = frame_blob(name, height, width), frame.data.cast("B")
-            if not early:
-                pieces[name] = piece[0], bytes(piece[1])
-                continue
-            pieces[name] = piece[0], b""
-            if len(piece[1]) == clip.bytes:
-                last = [piece]  # the only one: written with what lies beside it
-            elif self.store.write_early([piece])[0]:
-                new.append(len(piece[1]))
+            blob, data = frame_blob(name, height, width), frame.data.cast("B")
+            if early and not only:
+                return blob, len(data), self.store.write_early([(blob, data)])[0], b""
+            return blob, len(data), False, data if only else bytes(data)
+
+        taken = list(self._frames.map(kept, range(clip.count))) if clip.count > 1 else [kept(0)]
+        frames = [blob.digest for blob, _, _, _ in taken]
+        new = [size for _, size, was_new, _ in taken if was_new]
+        unwritten = {blob.digest: (blob, data) for blob, _, _, data in taken if data}
         item = MediaObject(
             kind=clip.kind,
             frames=tuple(frames),
@@ -257,9 +258,10 @@ class Library:
         )
         record = Record(item, alias, digest, len(source.data))
         if not early:
-            return _Kept(record, [], list(pieces.values()))
-        placed = self.store.write_early([*last, *_beside(record, source)])
-        new += [len(data) for (_, data), was_new in zip(last, placed, strict=False) if was_new]
+            return _Kept(record, [], list(unwritten.values()))
+        placed = self.store.write_early([*unwritten.values(), *_beside(record, source)])
+        if only and placed[0]:
+            new = [clip.bytes]
         return _Kept(record, new, [], removals)
 
     def _is_here(self, kept: _Kept) -> bool:
