@@ -218,7 +218,7 @@ async def hit_times(client: MediaClient, refs: list[MediaRef], connection: redis
     rows = {
         "ours, kept by the client": kept,
         "ours, mapped anew": anew,
-        "ours, nothing known (2 calls)": await each(asked),
+        "ours, nothing known": await each(asked),
         "redis GET": await each(from_redis),
     }
     print(f"\n{SIDE * SIDE * 3 / 1e3:.0f} KB picture, all bytes touched: p50 and p99 of {len(refs)}")
