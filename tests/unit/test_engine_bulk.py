@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.vllm_engine import _delta
 
@@ -25,7 +26,9 @@ class Front:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-        params = SamplingParams(logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(
+            logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
         request = EngineCoreRequest(
             request_id="inside",
             external_req_id="mine",
@@ -94,6 +97,15 @@ def test_at_a_gate_all_are_handed_over_and_the_count_begins_again() -> None:
         assert front.take() is None
     front.step(7)
     assert front.take().token_ids == [5, 6, 7]
+
+
+def test_logprobs_of_other_tokens_are_an_error() -> None:
+    front = begun(1)
+    front.step(4)
+    front.queue.output.outputs[0].token_ids = [5]
+    with pytest.raises(OmnifleetError) as failed:
+        front.take()
+    assert failed.value.reason is Reason.ENGINE_ERROR and failed.value.retryable
 
 
 def test_an_abort_brings_what_was_held_back() -> None:

@@ -251,6 +251,7 @@ class VllmEngine:
             ignore_eos=sampling.ignore_eos,
             logit_bias=dict.fromkeys(sorted(banned), _BAN) or None,
             logprobs=0,
+            flat_logprobs=True,  # three lists instead of two objects a token
             detokenize=want_text or bool(sampling.stop),
             output_kind=RequestOutputKind.DELTA,
         )
@@ -408,9 +409,11 @@ async def _turns() -> None:
 
 def _delta(choice: Any, cached_tokens: int | None) -> EngineDelta:
     ids = list(choice.token_ids)
-    # 0.25.1 repeats the logprobs of the whole reply behind those of an abort that brings no tokens.
-    rows = (choice.logprobs or ())[: len(ids)]
-    logprobs = [float(row[token].logprob) for row, token in zip(rows, ids, strict=True)]
+    # One entry a token. 0.25.1 repeats those of the whole reply behind those of an abort that brings no tokens.
+    flat = choice.logprobs
+    if ids and list(flat.token_ids[: len(ids)]) != ids:
+        raise retryable(Reason.ENGINE_ERROR, "vLLM's logprobs are not those of its tokens")
+    logprobs = flat.logprobs[: len(ids)] if ids else []
     labels = getattr(choice, "weight_versions", None)
     return EngineDelta(
         token_ids=ids,
