@@ -88,9 +88,7 @@ class OmnifleetExtension:
         self._omni_door = Door(self._omni_stager.begin, self._omni_stager.export)
         return {"transports": transports, "plan": plan.key if plan else "", "door": self._omni_door.name}
 
-    def _omni_plan(
-        self, model: torch.nn.Module, rank: int, kept: KeptPlans
-    ) -> tuple[Plan | None, bool]:
+    def _omni_plan(self, model: torch.nn.Module, rank: int, kept: KeptPlans) -> tuple[Plan | None, bool]:
         """Where source slices land, and whether that was checked: kept from an earlier start, else learnt now.
 
         None where the engine packs its weights, or the loader can't be followed.

@@ -284,9 +284,13 @@ class FakeEngine:
     async def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> None:
         """Write what was committed. See `Engine.export`."""
         self._check_alive()
-        with open(path, "r+b", buffering=0) as file:
-            for name, _ in tensors:
-                file.write(self._held(name))
+        held = b"".join(self._held(name) for name, _ in tensors)
+
+        def write() -> None:
+            with open(path, "r+b", buffering=0) as file:
+                file.write(held)
+
+        await asyncio.to_thread(write)
 
     async def refresh(self) -> None:
         """Bring counters up to date. See `Engine.refresh`."""

@@ -56,14 +56,17 @@ class Rest:
     async def sleep(self, level: int) -> int:
         """Give the device up; how many samples were running. Asleep like this already: nothing happens.
 
-        Raises INVALID_REQUEST, CONFLICT while the weights are read, and ENGINE_ERROR; the engine then serves on, or is not alive any more.
+        Raises INVALID_REQUEST, CONFLICT while the weights are read, and ENGINE_ERROR: the engine then serves on, or is
+        not alive any more.
         """
         if not 0 <= level <= DEEPEST:
             raise invalid(f"sleep level {level}; want 0 to {DEEPEST}", knob="rollout.sleep_level")
         if self._level == level and self._weights_there == (level == 0):
             return 0
         if level > 0 and self._readers:
-            raise retryable(Reason.CONFLICT, "the weights are being lent to another worker", retry_after_ms=200)
+            raise retryable(
+                Reason.CONFLICT, "the weights are being lent to another worker", retry_after_ms=200
+            )
         self._gate.close()
         running = sum(flight.ending is None for flight in self._gate.inside)
         if level > 0:

@@ -171,7 +171,9 @@ def on_cpu() -> Iterator[None]:
         "stream": lambda *_: contextlib.nullcontext(),
     }
     before = {name: getattr(torch.cuda, name) for name in names}
-    dispatcher: Any = sys.modules.get(_DISPATCHER)  # None while the first model is built: nothing is routed yet
+    dispatcher: Any = sys.modules.get(
+        _DISPATCHER
+    )  # None while the first model is built: nothing is routed yet
     moved = getattr(dispatcher, "maybe_move_tensor_to_cpu", None)
     ranges = (torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
     for name, value in names.items():
