@@ -22,7 +22,7 @@ demo: env  ## train a tiny vision-language model through the four services, on t
 
 test: env tools  ## every test that runs on a CPU (under 25 minutes on two cores)
 	@echo "Testing: unit, contract and integration; real engines and processes included"
-	@$(BIN)/python -m pytest -m "not soak and not gpu" $(ARGS)
+	@$(if $(ARGS),$(BIN)/python -m pytest -m "not soak and not gpu" $(ARGS),scripts/run_tests.sh)
 
 soak: env tools  ## the long form of the tests (at most 60 minutes)
 	@echo "Soaking: long runs with kills, scaling and restarts"
