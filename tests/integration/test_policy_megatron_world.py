@@ -15,7 +15,7 @@ from omnifleet_trainer.tiny.mixture import write_mixture
 from tests.integration.family_world import batch_for
 from tests.integration.rank_world import equal, history, opened
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.soak]
 
 
 @pytest.mark.parametrize(

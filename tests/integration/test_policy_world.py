@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from omnifleet.address import token_digest
-from omnifleet.config.recipe import TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.policy.folder import read_folder
 from omnifleet_trainer.policy.names import checkpoint_shapes
@@ -24,7 +23,7 @@ from omnifleet_trainer.tiny.families import Family
 from tests.integration.family_world import batch_for
 from tests.integration.rank_world import History, equal, history, opened, weights_of
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.soak]
 FAMILY: Family = "qwen3_vl"
 """Its tower feeds inner layers too."""
 
@@ -138,20 +137,6 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(
             assert resumed[name] == pytest.approx(together.then[name], rel=1e-4), name
     finally:
         policy.close()
-
-
-def test_ranks_that_a_backend_does_not_have_are_refused_as_a_recipe() -> None:
-    for sizes, words in (
-        ({"tp": 2}, "shards over dp only"),
-        ({"cp": 2}, "needs Transformer Engine"),
-        ({"pp": 2}, "set pp = 1"),
-        ({"ep": 2}, "does not divide dp 1"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            TrainerConfig.model_validate({"parallel": sizes})
-    with pytest.raises(ValueError, match="sequence parallelism"):
-        TrainerConfig.model_validate({"backend": "megatron", "parallel": {"dp": 2, "tp": 2, "ep": 2}})
-    assert TrainerConfig.model_validate({"parallel": {"dp": 4}}).parallel.world == 4
 
 
 @pytest.mark.soak
