@@ -71,7 +71,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
 async def _pictures(live: Live) -> tuple[list[MediaRef], list[Any]]:
     address = read_records(live.run_dir)["media"].grpc
     async with MediaClient.open(address, live.secret(Scope.SERVICE)) as media:
-        on = Clients(live, None, media, None, None)  # type: ignore[arg-type]
+        on = Clients(live, None, media, None, None, None)  # type: ignore[arg-type]
         refs = [await on.picture(colour, (84, 56)) for colour in ("red", "navy")]
         return refs, [{n: np.array(t) for n, t in (await on.tensors(ref)).items()} for ref in refs]
 
