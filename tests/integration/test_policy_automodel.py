@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from omnifleet.address import token_digest
@@ -18,6 +19,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.objectives.logprobs import token_logprobs
+from omnifleet_trainer.policy import automodel
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
 from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.policy.folder import write_folder
@@ -358,6 +360,21 @@ def test_shards_and_index_are_what_transformers_reads(source: Path, tmp_path: Pa
     assert checkpoint_shapes(tmp_path) == checkpoint_shapes(source)
     _, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
+
+
+def test_a_policy_that_does_not_open_leaves_no_group_behind(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a later policy of several ranks finds this process taken."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(automodel, "_build", fail)
+    before = dist.is_initialized()
+    with pytest.raises(RuntimeError, match="no memory"):
+        open_tiny(source)
+    assert dist.is_initialized() == before
 
 
 def test_recipes_that_cannot_train_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:

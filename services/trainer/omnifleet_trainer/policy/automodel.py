@@ -76,6 +76,21 @@ class AutoModelPolicy(RankPolicy):
         frozen = matching(shapes, freeze)
         torch.manual_seed(seed)
         self._owns_group = start_group(place, store)
+        try:
+            self._open(source, shapes, frozen, seed, feature_cache_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self,
+        source: Path,
+        shapes: dict[str, tuple[int, ...]],
+        frozen: set[str],
+        seed: int,
+        feature_cache_bytes: int,
+    ) -> None:
+        place, trainer = self._place, self._trainer
         self._peers = Peers(index=place.rank, size=place.world)
         self._model, self._mesh = _build(source, trainer)
         if trainer.recompute:
@@ -191,7 +206,8 @@ class AutoModelPolicy(RankPolicy):
 
     def close(self) -> None:
         """See `Policy`."""
-        self._vision.clear()
+        if hasattr(self, "_vision"):  # else it failed while it opened
+            self._vision.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
