@@ -21,6 +21,7 @@ from rich.console import Console
 from omnifleet.cli.config import OverrideArgument, RecipeArgument, check_model
 from omnifleet.cli.where import RunOption, find_run, is_up, run_recipe
 from omnifleet.config import load_recipe
+from omnifleet.config.cluster import ClusterConfig
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.local import wait_gone
@@ -316,8 +317,9 @@ def supervise(
 
     async def tend() -> None:
         stopped = asyncio.Event()
+        recipe = run_recipe(run_dir)
         supervisor = Supervisor(
-            run_dir, run_recipe(run_dir), make_launcher(launcher), as_json=log_json, engine=engine
+            run_dir, recipe, make_launcher(launcher, recipe.cluster), as_json=log_json, engine=engine
         )
         tending = asyncio.create_task(supervisor.run(stopped))
         stopping = asyncio.create_task(until_stopped())
@@ -329,12 +331,13 @@ def supervise(
     run_to_exit(tend())
 
 
-def make_launcher(name: str) -> Launcher:
-    """A launcher by name. Raises INVALID_CONFIG for an unknown one."""
+def make_launcher(name: str, cluster: ClusterConfig | None = None) -> Launcher:
+    """A launcher by name; `cluster`: what a local one deals the GPUs out by. Raises INVALID_CONFIG for an unknown name."""
     if name == "local":
+        from omnifleet.launch.gpus import HostGpus
         from omnifleet.launch.local import LocalLauncher
 
-        return LocalLauncher()
+        return LocalLauncher(HostGpus.of(cluster))
     if name == "ray":
         from omnifleet.launch.ray_launcher import RayLauncher
 

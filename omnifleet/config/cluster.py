@@ -20,11 +20,13 @@ class ClusterConfig(StrictModel):
     """GPUs of each node."""
     generation_nodes: int = Field(0, ge=0)
     """Nodes that hold engines alone; the others hold the policy. 0: engines and policy share all GPUs in turn."""
+    generation_gpus: int = Field(0, ge=0)
+    """Of a single node: its last GPUs, which hold engines alone; the others hold the policy."""
 
     @property
     def colocated(self) -> bool:
         """Whether engines and policy share GPUs."""
-        return self.generation_nodes == 0
+        return self.generation_nodes == self.generation_gpus == 0
 
     @property
     def policy_nodes(self) -> int:
@@ -34,12 +36,17 @@ class ClusterConfig(StrictModel):
     @property
     def policy_gpus(self) -> int:
         """GPUs of the policy, one a rank."""
-        return self.policy_nodes * self.gpus_per_node
+        return self.policy_nodes * self.gpus_per_node - self.generation_gpus
 
     @property
     def engine_nodes(self) -> int:
         """Nodes that hold engines; they come last."""
         return self.generation_nodes or self.nodes
+
+    @property
+    def engine_gpus_per_node(self) -> int:
+        """GPUs for engines on each of those; they come last."""
+        return self.generation_gpus or self.gpus_per_node
 
     @model_validator(mode="after")
     def _something_trains(self) -> ClusterConfig:
@@ -47,6 +54,16 @@ class ClusterConfig(StrictModel):
             raise ValueError(
                 f"cluster.generation_nodes {self.generation_nodes} leaves none of cluster.nodes {self.nodes} to train: "
                 "lower it, or raise cluster.nodes"
+            )
+        if self.generation_gpus and self.nodes > 1:
+            raise ValueError(
+                f"cluster.generation_gpus {self.generation_gpus} divides a single node, and there are {self.nodes}: set "
+                "cluster.generation_nodes instead"
+            )
+        if self.generation_gpus >= self.gpus_per_node:
+            raise ValueError(
+                f"cluster.generation_gpus {self.generation_gpus} leaves none of cluster.gpus_per_node {self.gpus_per_node} "
+                "to train: lower it"
             )
         return self
 
@@ -67,7 +84,7 @@ class Split:
 
 def derived(cluster: ClusterConfig, split: Split) -> tuple[int, int]:
     """(dp, engines) that fill the cluster, rounded down and at least 1; `problems` says where they leave a rest."""
-    engines = cluster.engine_nodes * max(cluster.gpus_per_node // split.engine, 0)
+    engines = cluster.engine_nodes * (cluster.engine_gpus_per_node // split.engine)
     return max(cluster.policy_gpus // split.ranks, 1), max(engines, 1)
 
 
@@ -76,13 +93,13 @@ def problems(cluster: ClusterConfig, split: Split, *, dp: int, engines: int, tur
 
     turns: engines sleep while the policy trains.
     """
-    gpus = cluster.gpus_per_node
+    gpus, for_engines = cluster.gpus_per_node, cluster.engine_gpus_per_node
     if turns != cluster.colocated:
         yield (
             "cluster.generation_nodes = 0 puts engines and policy on the same GPUs, so they take turns: set "
-            "rollout.sleep_level = 1"
+            "rollout.sleep_level = 1, or cluster.generation_gpus"
             if cluster.colocated
-            else "engines have nodes of their own and need no rollout.sleep_level: leave it out"
+            else "engines have GPUs of their own and need no rollout.sleep_level: leave it out"
         )
     if split.tp > gpus:
         yield (
@@ -92,12 +109,12 @@ def problems(cluster: ClusterConfig, split: Split, *, dp: int, engines: int, tur
     if cluster.policy_gpus % split.ranks:
         yield (
             f"trainer.parallel tp x pp x cp = {split.ranks} does not divide the {cluster.policy_gpus} GPUs of the policy "
-            f"({cluster.policy_nodes} x {gpus}): change cluster.nodes, cluster.gpus_per_node or the sizes"
+            f"{_these(cluster)}: change cluster.nodes, cluster.gpus_per_node or the sizes"
         )
     elif dp * split.ranks != cluster.policy_gpus:
         yield (
             f"trainer.parallel.dp {dp} x {split.ranks} ranks are not the {cluster.policy_gpus} GPUs of the policy "
-            f"({cluster.policy_nodes} x {gpus}): leave dp out and it is derived"
+            f"{_these(cluster)}: leave dp out and it is derived"
         )
     elif (dp * split.ranks) % split.experts:
         yield (
@@ -108,18 +125,24 @@ def problems(cluster: ClusterConfig, split: Split, *, dp: int, engines: int, tur
             f"{split.samples} samples of an update cannot be dealt to {dp} data-parallel ranks alike: set "
             "trainer.batch_samples, or change cluster.nodes"
         )
-    if gpus % split.engine:
+    if for_engines % split.engine:
+        knob = "generation_gpus" if cluster.generation_gpus else "gpus_per_node"
         yield (
-            f"rollout.engine.tensor_parallel_size {split.engine} does not divide cluster.gpus_per_node {gpus}: an engine "
+            f"rollout.engine.tensor_parallel_size {split.engine} does not divide cluster.{knob} {for_engines}: an engine "
             "crosses no node; lower it"
         )
     else:
-        room = cluster.engine_nodes * gpus // split.engine
+        room = cluster.engine_nodes * for_engines // split.engine
         if engines != room:
             yield (
-                f"rollout.workers {engines} engines of {split.engine} GPUs do not fill {cluster.engine_nodes} x {gpus} GPUs, "
-                f"which hold {room}: leave rollout.workers out and it is derived"
+                f"rollout.workers {engines} engines of {split.engine} GPUs do not fill {cluster.engine_nodes} x {for_engines} "
+                f"GPUs, which hold {room}: leave rollout.workers out and it is derived"
             )
+
+
+def _these(cluster: ClusterConfig) -> str:
+    kept = f" - {cluster.generation_gpus}" if cluster.generation_gpus else ""
+    return f"({cluster.policy_nodes} x {cluster.gpus_per_node}{kept})"
 
 
 def not_there(cluster: ClusterConfig) -> Iterator[str]:

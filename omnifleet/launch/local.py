@@ -11,6 +11,7 @@ import sys
 import time
 
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.launch.gpus import HostGpus
 from omnifleet.launch.port import ProcessSpec
 
 _POLL_S = 0.02
@@ -63,12 +64,16 @@ class LocalHandle:
 
 
 class LocalLauncher:
-    """Starts processes on this machine."""
+    """Starts processes on this machine. gpus: who may see which; without it all see all that this process sees."""
+
+    def __init__(self, gpus: HostGpus | None = None) -> None:
+        self._gpus = gpus
 
     def start(self, spec: ProcessSpec) -> LocalHandle:
-        """Start `spec`, output into its log. Raises UNAVAILABLE if the command cannot be started."""
+        """Start `spec`, output into its log. Raises UNAVAILABLE if the command cannot be started, or finds no free GPU."""
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        env = {**os.environ, **spec.env}
+        seen = self._gpus.choose(spec) if self._gpus else ()
+        env = {**os.environ, **(self._gpus.environment(seen) if self._gpus else {}), **spec.env}
         if shutil.which(spec.command[0], path=env.get("PATH")) is None:
             raise OmnifleetError(
                 Reason.UNAVAILABLE, f"cannot start {spec.name}: no command {spec.command[0]}"
@@ -86,7 +91,10 @@ class LocalLauncher:
                 )
         except OSError as error:
             raise OmnifleetError(Reason.UNAVAILABLE, f"cannot start {spec.name}: {error}") from error
-        return LocalHandle(process)
+        handle = LocalHandle(process)
+        if self._gpus:
+            self._gpus.hold(spec, seen, handle)
+        return handle
 
 
 def wait_gone(pid: int, deadline_s: float) -> bool:

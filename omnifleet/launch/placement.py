@@ -83,12 +83,13 @@ def place(recipe: Recipe) -> Placement:
 
 
 def _engines(recipe: Recipe, cluster: ClusterConfig) -> Iterator[Place]:
-    first = cluster.nodes - cluster.engine_nodes
+    first, free = cluster.nodes - cluster.engine_nodes, cluster.engine_gpus_per_node
     for number in range(recipe.rollout.workers):
         spec = worker_spec(Path("run"), recipe, f"worker-{number}")
         size = int(spec.resources["GPU"])
-        here, at = divmod(number, cluster.gpus_per_node // size)
-        yield Place(spec.name, first + here, tuple(range(at * size, (at + 1) * size)))
+        here, at = divmod(number, free // size)
+        start = cluster.gpus_per_node - free + at * size
+        yield Place(spec.name, first + here, tuple(range(start, start + size)))
 
 
 def _body(place: Place) -> dict[str, object]:

@@ -25,12 +25,19 @@ def prepare_run(recipe: Recipe) -> Path:
     return run_dir
 
 
-def service_spec(run_dir: Path, service: str, *, as_json: bool = False) -> ProcessSpec:
-    """Command of media, reward, gateway or trainer."""
+def service_spec(run_dir: Path, service: str, *, as_json: bool = False, gpus: int = 0) -> ProcessSpec:
+    """Command of media, reward, gateway or trainer. gpus: how many of its own it needs from a scheduler."""
     command = [*_omnifleet(), service, "serve", "--run-dir", str(run_dir)]
+    resources = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
     return ProcessSpec(
-        service, command + _log_flag(as_json), {}, run_dir / "logs" / f"{service}.log", {"CPU": 1}
+        service, command + _log_flag(as_json), {}, run_dir / "logs" / f"{service}.log", resources
     )
+
+
+def trainer_gpus(recipe: Recipe) -> int:
+    """GPUs of the trainer's own: one a rank where engines are on GPUs too and do not take turns with it."""
+    apart = not recipe.colocated and recipe.rollout.engine.kv_cache_memory_bytes is None
+    return recipe.trainer.parallel.world if apart and recipe.cluster is not None else 0
 
 
 def worker_spec(

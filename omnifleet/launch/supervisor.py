@@ -23,7 +23,7 @@ from omnifleet.auth import Scope
 from omnifleet.client.fleet import FleetClient
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError
-from omnifleet.launch.plan import ORDER, newest_weights, service_spec, worker_spec
+from omnifleet.launch.plan import ORDER, newest_weights, service_spec, trainer_gpus, worker_spec
 from omnifleet.launch.port import Handle, Launcher, ProcessSpec
 from omnifleet.service import TYPED_EXIT, load_tokens, read_records
 from omnifleet.types import WorkerState
@@ -170,7 +170,7 @@ class Supervisor:
         trainer = self._services.get("trainer")
         if wanted and trainer is None and len(read_records(self._run_dir)) >= len(ORDER):
             self._services["trainer"] = self._start(
-                service_spec(self._run_dir, "trainer", as_json=self._as_json)
+                service_spec(self._run_dir, "trainer", as_json=self._as_json, gpus=trainer_gpus(self._recipe))
             )
         elif not wanted and trainer is not None:
             trainer.handle.stop(_STOP_GRACE_S)
