@@ -3,7 +3,7 @@
     python bench/rollout/engine_gpu.py                       # 256 requests at once, bfloat16: one GPU
     python bench/rollout/engine_gpu.py --requests 8 --tokens 16 --dtype float32 --kv-bytes 67108864     # the same on a CPU
 
-Without --model a tiny random Qwen2-VL is made: then the figures are overheads, and say nothing about a large model.
+Without --model a random Qwen2-VL of --size is made. The figures of a tiny one are overheads; none has trained weights.
 Each way gets the same requests in the same run, `--rounds` times; a round's time is from the first request to the last token.
 The engine's front and its worker share this process, so an engine starts once; gateway, media service and client have their own.
 """
@@ -44,9 +44,10 @@ from omnifleet_rollout.engine.vllm_engine import VllmEngine
 MAKE = """
 import sys
 from pathlib import Path
-from omnifleet_trainer.tiny.checkpoint import write_checkpoint
-write_checkpoint(Path(sys.argv[1]), seed=0)
+from sizes import write_size
+write_size(sys.argv[2], Path(sys.argv[1]))
 """
+SIZES = Path(__file__).resolve().parents[1] / "refit"
 IN_PROCESS = ("in process, token by token", "in process, in bulk")
 THROUGH = {"worker": "worker-0", "gateway": "gateway"}
 
@@ -173,7 +174,8 @@ def show(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     base = max(row["tokens_per_s"] for row in rows if row["way"] in IN_PROCESS)
     if not options.json:
         print(
-            f"\n{options.requests} requests at once, {options.tokens} tokens each, {options.pictures} pictures"
+            f"\n{options.size}: {options.requests} requests at once, {options.tokens} tokens each, "
+            f"{options.pictures} pictures"
         )
         print("\n| way | tokens/s | of in process | round, s | CPU a token, us |\n|---|---|---|---|---|")
     for row in rows:
@@ -187,6 +189,7 @@ def main() -> None:
     """Print what each way gives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--size", default="tiny", choices=["tiny", "2B", "7B"])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--pictures", type=int, default=16)
@@ -208,7 +211,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="omnifleet-bench-") as scratch:
         model = options.model or Path(scratch) / "model"
         if options.model is None:
-            subprocess.run([sys.executable, "-c", MAKE, str(model)], check=True)
+            model.mkdir()
+            path = os.pathsep.join([str(SIZES), *filter(None, [os.environ.get("PYTHONPATH")])])
+            make = [sys.executable, "-c", MAKE, str(model), options.size]
+            subprocess.run(make, check=True, env={**os.environ, "PYTHONPATH": path})
         case = Case(Path(scratch) / "run", model, options.pictures)
         case.run_dir.mkdir()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as a worker's own process does
