@@ -1,108 +1,42 @@
-"""On a GPU machine: after refits every byte of the engine's memory is what a fresh engine loads from the exported weights.
+"""On a GPU machine: refits of real engines, checked byte by byte; the way back, kept plans, loans.
 
 One GPU: transport `cuda_ipc`. Two: `nccl` too, the trainer's half on the first and the engine on the second.
-Run: python -m pytest tests/gpu -m gpu
+Run: python -m pytest tests/gpu/test_refit_gpu.py -m gpu
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 
 from omnifleet.auth import OPEN
 from omnifleet.client.refit import RefitClient
 from omnifleet.config.services import RolloutConfig
-from omnifleet.telemetry.counters import Counters
 from omnifleet.types import InFlight, WeightVersion
-from omnifleet.wire import refit_pb2_grpc
-from omnifleet.wire.manifest import base_version
+from omnifleet.wire import fleet_pb2_grpc
 from omnifleet.wire.server import serving
 from omnifleet_refit.group import Meeting
+from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.courier import Courier, Order
+from omnifleet_trainer.refit.guard import Canary, Guard
 from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
+from tests.gpu.refit_engine import ENGINE, checkpoint, engine_on, logprobs_of, moved, refit_client
+from tests.refit_registry import Registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-ENGINE = {
-    "dtype": "bfloat16",
-    "max_model_len": 512,
-    "max_num_seqs": 4,
-    "gpu_memory_utilization": 0.1,
-    "kv_cache_memory_bytes": 1 << 28,
-    "enforce_eager": True,
-    "threads": 2,
-}
+DEVICE, TRANSPORT = torch.device("cuda", 0), "cuda_ipc"
 DEADLINE_S = 60.0
-
-
-def checkpoint(out: Path, *, tied: bool) -> dict[str, Any]:
-    """A tiny Qwen2-VL in bfloat16; its tensors."""
-    from safetensors.torch import load_file, save_file
-
-    from omnifleet_trainer.tiny.checkpoint import write_checkpoint
-
-    write_checkpoint(out, seed=3, tie_embeddings=tied)
-    weights = {name: t.bfloat16() for name, t in load_file(out / "model.safetensors").items()}
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    return weights
-
-
-def moved(weights: dict[str, Any], step: int, names: set[str]) -> dict[str, Any]:
-    """The weights of a step: those named differ from step to step."""
-    generator = torch.Generator().manual_seed(step)
-    return {
-        name: (t + 0.01 * torch.randn(t.shape, generator=generator)).bfloat16() if name in names else t
-        for name, t in weights.items()
-    }
-
-
-@asynccontextmanager
-async def engine_on(gpu: int, model: Path) -> AsyncIterator[Any]:
-    from omnifleet_rollout.engine.vllm_engine import VllmEngine
-    from omnifleet_rollout.engine.vllm_launch import set_environment
-
-    async def no_media() -> str:
-        raise RuntimeError("no media here")
-
-    config = RolloutConfig.model_validate({"engine": ENGINE})
-    set_environment(config.engine)
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    engine = VllmEngine(model, config, find_media=no_media, secret="")
-    try:
-        await engine.start()
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        yield engine
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        await engine.shutdown()
-
-
-@asynccontextmanager
-async def refit_client(engine: Any) -> AsyncIterator[RefitClient]:
-    from omnifleet_rollout.refit.receiver import Receiver
-    from omnifleet_rollout.worker.gate import Gate
-    from omnifleet_rollout.worker.server import RefitServicer
-    from omnifleet_rollout.worker.standing import Standing
-
-    gate = Gate(Standing("w", base_version(engine.facts.tensors)), limit=8)
-    servicer = RefitServicer(engine, Receiver(engine, gate, Counters("gpu")), gate)
-    async with (
-        serving(
-            "127.0.0.1:0",
-            lambda server: refit_pb2_grpc.add_RefitServicer_to_server(servicer, server),
-            tokens=OPEN,
-            knob="test",
-            grace_s=0,
-        ) as address,
-        RefitClient.open(address) as client,
-    ):
-        yield client
+PROMPT, REPLY = (50, 51, 52, 53), (60, 61, 62)
+TOLERANCE = 0.1
+"""Nats: bfloat16 in the engine against float32."""
 
 
 async def staged(client: RefitClient, snapshot: Snapshot, shipment: Shipment, courier: Courier | None) -> str:
@@ -158,3 +92,150 @@ async def test_every_byte_is_what_a_fresh_engine_loads(
     assert len(list((tmp_path / "cache" / "omnifleet" / "refit-plans").iterdir())) == 1, (
         "the checked plan is kept"
     )
+
+
+class Joined:
+    """A worker around an engine, as the registry shows it."""
+
+    def __init__(self, id: str, engine: Any) -> None:
+        from omnifleet_rollout.worker.command import Worker
+
+        self.id, self.engine, self.address = id, engine, ""
+        self.worker = Worker(engine, id, RolloutConfig.model_validate({"engine": ENGINE}), OPEN)
+
+    @property
+    def fenced(self) -> bool:
+        return bool(self.worker.standing.fence)
+
+    @property
+    def version(self) -> WeightVersion:
+        return self.worker.standing.version
+
+    async def digests(self) -> Any:
+        """Of all tensors that hang on the engine's model."""
+        return await self.engine._rpc("omni_digests")
+
+    async def by_plan(self) -> float:
+        return float((await self.engine._rpc("omni_counters"))["refits_by_plan"])
+
+
+@dataclass
+class Fleet:
+    """Engines on one GPU, a sender on the same GPU, and what the trainer believes its weights to be."""
+
+    folder: Path
+    weights: dict[str, Any]
+    registry: Registry
+    sender: BroadcastSender
+    workers: list[Joined] = field(default_factory=list)
+    step: int = 0
+    believed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> set[str]:
+        return {name for name in self.weights if not name.startswith("visual.")}
+
+    async def publish(self, **wrong: torch.Tensor) -> Any:
+        """The next version. wrong: tensors that go to the engines, and that the trainer does not believe to have."""
+        self.step += 1
+        self.believed = moved(self.weights, self.step, self.trains)
+        sent = {name: t.to(DEVICE) for name, t in (self.believed | wrong).items()}
+        return await self.sender.publish(self.step, iter(sent.items()), self.trains, encoder_changed=False)
+
+    async def expect(self, batch: Any) -> list[float]:
+        return logprobs_of(self.folder / "scored", self.believed, PROMPT, REPLY)
+
+    @asynccontextmanager
+    async def joined(self, name: str) -> AsyncIterator[Joined]:
+        async with engine_on(0, self.folder / "model") as engine:
+            joined = Joined(name, engine)
+            async with serving(
+                "127.0.0.1:0", joined.worker.register, tokens=OPEN, knob="test", grace_s=0
+            ) as joined.address:
+                self.registry.workers[name] = joined
+                self.workers.append(joined)
+                try:
+                    yield joined
+                finally:
+                    self.workers.remove(joined)
+                    del self.registry.workers[name]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    """One worker whose plan was recorded, checked and kept: it has had two versions."""
+    folder = tmp_path_factory.mktemp("fleet")
+    weights, registry = checkpoint(folder / "model", tied=False), Registry()
+    shutil.copytree(folder / "model", folder / "scored")
+
+    def register(server: object) -> None:
+        fleet_pb2_grpc.add_FleetServicer_to_server(registry, server)
+
+    async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        address = await stack.enter_async_context(
+            serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0)
+        )
+        sender = await stack.enter_async_context(
+            BroadcastSender.connect(
+                address,
+                "",
+                run="r",
+                lineage="l",
+                device=DEVICE,
+                transport=TRANSPORT,
+                host="127.0.0.1",
+                device_bucket_bytes=1 << 20,
+            )
+        )
+        fleet = Fleet(folder, weights, registry, sender)
+        sender.guard = Guard(Canary(PROMPT, REPLY, TOLERANCE), "", fleet.expect)
+        await stack.enter_async_context(fleet.joined("first"))
+        for _ in range(2):
+            report = await fleet.publish()
+            assert report.ok == ("first",), report.failed
+        yield fleet
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_worker_that_the_canary_tells_against_is_put_back_byte_for_byte(fleet: Fleet) -> None:
+    (worker,) = fleet.workers
+    before, was = await worker.digests(), worker.version.number
+    head = fleet.weights["lm_head.weight"]
+    report = await fleet.publish(**{"lm_head.weight": torch.randn_like(head.float()).to(head.dtype)})
+    assert f":{was} again" in report.failed["first"], report.failed
+    assert not worker.fenced and worker.version.number == was
+    assert await worker.digests() == before
+    assert worker.worker.counters.count("refits_rolled_back") == 1
+    report = await fleet.publish()
+    assert report.ok == ("first",), report.failed
+    assert worker.version.number == was + 2 and await worker.digests() != before
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_second_engine_begins_with_the_kept_plan_and_takes_its_weights_from_the_first(
+    fleet: Fleet,
+) -> None:
+    from omnifleet_rollout.refit.borrowing import borrowed
+
+    (first,) = fleet.workers
+    plans = list((fleet.folder / "cache" / "omnifleet" / "refit-plans").iterdir())
+    assert len(plans) == 1 and await first.by_plan() >= 1, "its first refit was checked by the loader"
+    table = {spec.name: (spec.dtype, list(spec.shape)) for spec in first.engine.facts.tensors}
+    async with fleet.joined("second") as second:
+        async with (
+            RefitClient.open(first.address) as lender,
+            borrowed(lender, first.version, table) as weights,
+        ):
+            digest = await second.worker.receiver.adopt(
+                first.version, weights.original, weights.manifest, str(weights.path)
+            )
+            await second.worker.receiver.commit(digest, InFlight.RECOMPUTE, DEADLINE_S)
+        assert second.version == first.version, "the very version, digest and all"
+        assert await second.by_plan() == 1, "a plan that is believed from the start"
+        assert await second.digests() == await first.digests()
+        report = await fleet.publish()
+        assert report.ok == ("first", "second"), report.failed
+        assert await second.digests() == await first.digests()
+        assert await second.by_plan() == 2
