@@ -15,7 +15,7 @@ from omnifleet.address import token_digest
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet_trainer.batch.check import check_batch
-from omnifleet_trainer.batch.collate import MediaContract, collate, patch_bounds
+from omnifleet_trainer.batch.collate import MediaContract, collate
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.objectives.reductions import reduce
 from omnifleet_trainer.objectives.tensors import Normalisers
@@ -65,13 +65,6 @@ def pictures(name: str, keys: str, **changes: Any) -> TrainingSample:
 
 def test_plc_04_pictures_follow_their_samples() -> None:
     batch = StepBatch([pictures("s0", "a"), pictures("s1", "ba"), sample("s2", [1, 2], [3])], 0, SEGMENTS)
-    grids = [
-        np.concatenate(
-            [SEGMENTS[key]["image_grid_thw"] for key in s.segment_keys] or [np.zeros((0, 3), np.int64)]
-        )
-        for s in batch.samples
-    ]
-    assert patch_bounds(grids) == [0, 16, 64, 64]
     first, second = collate(batch, [0, 1, 2], micro_batch_tokens=40, contract=CONTRACT)
     assert first.rows == (1, 0) and first.media == (
         "b",

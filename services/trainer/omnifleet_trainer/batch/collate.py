@@ -24,7 +24,7 @@ _MOST_KEPT = 1 << 28
 class MediaContract:
     """How a model's prompts carry media: one `image_token` or `video_token` a feature, merge x merge patches a feature.
 
-    video_token: None for a model that takes no clips.
+    video_token: None for a model that takes no clips; image_token for one whose clips are pictures to its prompt.
     """
 
     image_token: int
@@ -34,7 +34,13 @@ class MediaContract:
     def types(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """TEXT, IMAGE or VIDEO of each id."""
         types = np.where(ids == self.image_token, IMAGE, TEXT)
-        return types if self.video_token is None else np.where(ids == self.video_token, VIDEO, types)
+        if self.video_token in (None, self.image_token):
+            return types
+        return np.where(ids == self.video_token, VIDEO, types)
+
+    def kind(self, segment: Segment) -> int:
+        """IMAGE or VIDEO: what the tokens of a segment are."""
+        return VIDEO if is_clip(segment) and self.video_token != self.image_token else IMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,9 @@ def is_clip(segment: Segment) -> bool:
 
 def grid_of(segment: Segment) -> npt.NDArray[np.int64]:
     """[items, 3] patches (t, h, w) of a segment."""
+    if "image_grid_hw" in segment:  # Nemotron's pictures
+        sizes = np.asarray(segment["image_grid_hw"], dtype=np.int64).reshape(-1, 2)
+        return np.insert(sizes, 0, 1, axis=1)
     name = "video_grid_thw" if is_clip(segment) else "image_grid_thw"
     return np.asarray(segment[name], dtype=np.int64).reshape(-1, 3)
 
@@ -144,12 +153,10 @@ def patches_of(segment: Segment) -> npt.NDArray[np.float32]:
 
 
 def _features(segment: Segment, contract: MediaContract) -> int:
-    return int(grid_of(segment).prod(-1).sum()) // contract.merge**2
-
-
-def patch_bounds(grids: Sequence[npt.NDArray[np.int64]]) -> list[int]:
-    """Rows of concatenated pixel_values that belong to each sample: sample k owns [bounds[k], bounds[k + 1])."""
-    return [0, *np.cumsum([int(grid.prod(-1).sum()) for grid in grids]).tolist()]
+    patches, pixels = int(grid_of(segment).prod(-1).sum()), patches_of(segment)
+    if pixels.ndim == 2 and len(pixels) != patches:  # a clip of whole tiles has more axes
+        raise invalid(f"a media segment has {len(pixels)} rows of pixels for a grid of {patches}")
+    return patches // contract.merge**2
 
 
 def _micro_batch(
@@ -242,7 +249,7 @@ def _token_types(
     types = np.where(own == 1, TEXT, contract.types(ids))
     segments = [batch.segments[key] for key in sample.segment_keys]
     counts = [_features(segment, contract) for segment in segments]
-    kinds = [VIDEO if is_clip(segment) else IMAGE for segment in segments]
+    kinds = [contract.kind(segment) for segment in segments]
     if not np.array_equal(types[types != TEXT], np.repeat(kinds, counts)):
         features = {kind: sum(n for k, n in zip(kinds, counts, strict=True) if k == kind) for kind in kinds}
         found = [
