@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from omnifleet.auth import Scope
@@ -18,6 +19,7 @@ from omnifleet.client.fleet import FleetClient, FleetView
 from omnifleet.errors import OmnifleetError
 from omnifleet.launch.supervisor import read_state
 from omnifleet.service import ServiceRecord, read_records
+from omnifleet.telemetry.words import duration, told
 from omnifleet.wire import (
     common_pb2,
     media_pb2_grpc,
@@ -55,8 +57,7 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
     if supervisor.get("failure"):
         console.print(f"[red]{supervisor['failure']}[/red]")
     console.print(_services_table(services, supervisor))
-    for service in services:
-        console.print(_details(service), highlight=False)
+    console.print(details_table(services), highlight=False)
     if view:
         console.print(workers_table(view))
     for line in starting_workers(supervisor, view):
@@ -124,7 +125,7 @@ def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) 
         table.add_row(
             service["name"],
             service["state"],
-            f"{service.get('uptime_s', 0):.0f} s",
+            duration(round(service["uptime_s"])) if "uptime_s" in service else "",
             str(restarts.get(service["name"], 0)),
             service.get("grpc", ""),
             service.get("http", ""),
@@ -132,14 +133,22 @@ def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) 
     return table
 
 
-def _details(service: dict[str, Any]) -> str:
-    """Facts and counters in one line; workers have a table, payloads by boundary `omnifleet media stat`."""
-    facts = [
-        f"{key} {value}" for key, value in service.get("facts", {}).items() if not key.startswith("worker ")
-    ]
-    numbers = service.get("counters", {}).items()
-    counters = [f"{key} {value:g}" for key, value in numbers if value and "/" not in key]
-    return f"[bold]{service['name']}[/bold]  " + ", ".join(facts + counters)
+def details_table(services: list[dict[str, Any]]) -> Table:
+    """What each service is and has counted; workers have a table, payloads by boundary `omnifleet media stat`."""
+    table = Table(title="details", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for service in services:
+        facts = [f"{key} {value}" for key, value in service.get("facts", {}).items() if _is_own(key)]
+        counters = [f"{one.value} {one.words}" for one in told(service.get("counters", {}))]
+        lines = [" · ".join(part) for part in (facts, counters) if part]
+        if lines:
+            table.add_row(service["name"], escape("\n".join(lines)))
+    return table
+
+
+def _is_own(fact: str) -> bool:
+    return not fact.startswith("worker ")
 
 
 def _worker_json(worker: Any) -> dict[str, Any]:
