@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +51,23 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Small(nn.Module):
-    """Rank 0 of two: QKV fused and sliced, an expert stack turned, an embedding with padding, a cast."""
+    """Rank `rank` of `ranks`: QKV fused and sliced, an expert stack turned, an embedding with padding; of several, a cast."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 2) -> None:
         super().__init__()
+        self.rank, self.ranks = rank, ranks
+        norm = torch.float32 if ranks == 1 else torch.bfloat16
         self.embed = nn.Parameter(torch.zeros(16, HIDDEN), requires_grad=False)
-        self.qkv = nn.Parameter(torch.zeros(3 * HIDDEN // 2, HIDDEN), requires_grad=False)
+        self.qkv = nn.Parameter(torch.zeros(3 * HIDDEN // ranks, HIDDEN), requires_grad=False)
         self.experts = nn.Parameter(torch.zeros(3, HIDDEN, HIDDEN), requires_grad=False)
-        self.norm = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.bfloat16), requires_grad=False)
+        self.norm = nn.Parameter(torch.zeros(HIDDEN, dtype=norm), requires_grad=False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        half = HIDDEN // 2
+        share = HIDDEN // self.ranks
         for name, w in weights:
             if name in ("q", "k", "v"):
-                self.qkv.data.narrow(0, "qkv".index(name) * half, half).copy_(w.narrow(0, 0, half))
+                mine = w.narrow(0, self.rank * share, share)
+                self.qkv.data.narrow(0, "qkv".index(name) * share, share).copy_(mine)
             elif name.startswith("expert."):
                 self.experts.data[int(name[7:])].copy_(w.t())
             elif name == "embed":
@@ -90,10 +94,15 @@ def tensors(step: int) -> Tensors:
 MOVES = {"q", "k", "v", "norm", "expert.1", "expert.2"}
 
 
-def expected(step: int) -> Tensors:
+def expected(step: int, rank: int = 0, ranks: int = 2) -> Tensors:
     """The oracle: parameters of a fresh module that loads the version's tensors through its own loader."""
-    fresh = Small()
-    fresh.load_weights(tensors(step).items())
+    return loaded(tensors(step), rank, ranks)
+
+
+def loaded(weights: Tensors, rank: int = 0, ranks: int = 2) -> Tensors:
+    """Parameters of a fresh module that loads these tensors through its own loader."""
+    fresh = Small(rank, ranks)
+    fresh.load_weights(weights.items())
     return dict(fresh.state_dict())
 
 
@@ -111,40 +120,62 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 class SmallEngine(FakeEngine):
-    """A fake engine for tokens around a real stager for weights. planned: refits may go by plan; plans: kept there."""
+    """A fake engine for tokens around real stagers for weights, one a rank. planned: refits may go by plan; plans: kept there.
 
-    def __init__(self, checkpoint: Path, *, planned: bool = True, plans: Path | None = None) -> None:
+    ranks: (rank, of how many) of each rank that it has: by default the first of two, alone.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        planned: bool = True,
+        plans: Path | None = None,
+        ranks: Sequence[tuple[int, int]] = ((0, 2),),
+    ) -> None:
         super().__init__(table=read_table(checkpoint))
-        self._facts = replace(self._facts, transports=("shm", "nccl"))
-        self.model = Small()
-        source = Weights(checkpoint)
-        table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in source.table.items()}
-        kept = KeptPlans(plans) if plans is not None else None
-        found = kept.find(plan_key(self.model, table, "small"), self.model) if kept is not None else None
-        plan = found or record(self.model, self.model.load_weights, table, "small") if planned else None
-        self.model.load_weights(tensors(-1).items())
+        self.models = [Small(*rank) for rank in ranks]
+        self.model = self.models[0]
         self.by_plan: list[bool] = []
         self.break_at_load = False
         self.at_commit: Callable[[], Awaitable[None]] | None = None
         """Called in the middle of a commit."""
         self.spoiled: set[int] = set()
         """Numbers of versions after whose commit a layer is changed, unseen by any checksum."""
-        self.stager = Stager(
-            self.model, source, plan, lambda: self._load(source), CPU, kept=kept, checked=found is not None
-        )
+        self.stagers = [
+            self._stager(checkpoint, index, planned, KeptPlans(plans) if plans is not None else None)
+            for index in range(len(self.models))
+        ]
+        self.stager = self.stagers[0]
+        sparse = all(stager.takes_sparse for stager in self.stagers)
+        self._facts = replace(self._facts, transports=("shm", "nccl"), ranks=len(self.stagers), sparse=sparse)
 
-    def _load(self, source: Weights) -> None:
+    def _stager(self, checkpoint: Path, index: int, planned: bool, kept: KeptPlans | None) -> Stager:
+        model, source = self.models[index], Weights(checkpoint)
+        table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in source.table.items()}
+        build = f"small {model.rank} of {model.ranks}"
+        found = kept.find(plan_key(model, table, build), model) if kept is not None else None
+        plan = found or record(model, model.load_weights, table, build) if planned else None
+        model.load_weights(tensors(-1).items())
+        load = partial(self._load, model, source)
+        return Stager(model, source, plan, load, CPU, index, kept=kept, checked=found is not None)
+
+    def _load(self, model: Small, source: Weights) -> None:
         for number, (name, tensor) in enumerate(source.everything()):
             if self.break_at_load and number == 3:
                 raise RuntimeError("the loader broke half-way")
-            self.model.load_weights([(name, tensor)])
+            model.load_weights([(name, tensor)])
 
     async def stage(self, manifest_json: str, source: str) -> int:
         self._check_alive()
-        self.stager.begin(manifest_json, source)
-        while (size := self.stager.poll()) is None:  # noqa: ASYNC110  an engine's process tells no event
-            await asyncio.sleep(0.002)
-        return size
+        for stager in self.stagers:
+            stager.begin(manifest_json, source)
+        sizes = []
+        for stager in self.stagers:
+            while (size := stager.poll()) is None:  # noqa: ASYNC110  an engine's process tells no event
+                await asyncio.sleep(0.002)
+            sizes.append(size)
+        return sizes[0]
 
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool
@@ -152,12 +183,12 @@ class SmallEngine(FakeEngine):
         self._check_alive()
         if self.at_commit is not None:
             await self.at_commit()
-        loaded = self.stager.commit(manifest_digest)
-        self.by_plan.append(loaded.by_plan)
+        loaded = [stager.commit(manifest_digest) for stager in self.stagers]
+        self.by_plan.append(all(one.by_plan for one in loaded))
         if int(label.rpartition(":")[2]) in self.spoiled:
             self.model.qkv.mul_(1.5)
         self._label = label
-        return loaded.tensors
+        return loaded[0].tensors
 
     async def score(self, prompt: EnginePrompt, token_ids: Sequence[int]) -> list[float]:
         self._check_alive()
@@ -168,7 +199,8 @@ class SmallEngine(FakeEngine):
         await asyncio.to_thread(self.stager.export, path, tensors)
 
     async def drop_stage(self) -> None:
-        self.stager.drop()
+        for stager in self.stagers:
+            stager.drop()
 
 
 @dataclass
@@ -200,9 +232,15 @@ class Receiving:
 
     def holds(self, step: int) -> bool:
         """True if the worker serves and its parameters are those of a fresh module at that version, byte for byte."""
-        ours, theirs = self.engine.model.state_dict(), expected(step)
-        same = all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        return same and not self.standing.fence
+        return self.has(tensors(step))
+
+    def has(self, weights: Tensors) -> bool:
+        """True if the worker serves and its parameters are what a fresh module makes of these tensors, byte for byte."""
+        return not self.standing.fence and all(
+            torch.equal(model.state_dict()[name].view(torch.uint8), value.view(torch.uint8))
+            for model in self.engine.models
+            for name, value in loaded(weights, model.rank, model.ranks).items()
+        )
 
     def whole(self) -> bool:
         """The property: it serves nothing, or exactly the one version that it says. A version's number is its step."""
@@ -211,13 +249,18 @@ class Receiving:
 
 @asynccontextmanager
 async def receiving(
-    checkpoint: Path, count: int, *, planned: bool = True, plans: Path | None = None
+    checkpoint: Path,
+    count: int,
+    *,
+    planned: bool = True,
+    plans: Path | None = None,
+    ranks: Sequence[tuple[int, int]] = ((0, 2),),
 ) -> AsyncIterator[list[Receiving]]:
-    """Workers with a Refit service each, and a client of it."""
+    """Workers with a Refit service each, and a client of it. The rest: see `SmallEngine`."""
     async with AsyncExitStack() as stack:
         workers = []
         for number in range(count):
-            engine = SmallEngine(checkpoint, planned=planned, plans=plans)
+            engine = SmallEngine(checkpoint, planned=planned, plans=plans, ranks=ranks)
             await engine.start()
             gate = Gate(Standing(f"w{number}", base_version(engine.facts.tensors)), limit=8)
             worker = Receiving(f"w{number}", engine, gate, Receiver(engine, gate, Counters(f"t{number}")))

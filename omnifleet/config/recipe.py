@@ -359,7 +359,7 @@ class RefitConfig(StrictModel):
     bucket_bytes: int = Field(1 << 30, ge=4096)
     """nccl and cuda_ipc: size of a bucket; a larger tensor has one for itself."""
     sparse: bool = True
-    """shm: where few values changed since the version before, send these alone, if that is smaller."""
+    """Where few values changed since the version before, send these alone, if that is smaller."""
     canary: CanaryConfig | None = None
     """Set ({} suffices): a worker beyond the tolerance is quarantined and put back to the version before, which costs the
     trainer the memory of one more version (of what changed in it, where transport is shm)."""

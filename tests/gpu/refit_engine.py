@@ -51,6 +51,14 @@ def moved(weights: dict[str, Any], step: int, names: set[str]) -> dict[str, Any]
     }
 
 
+def nudged(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """The same weights, but for one value of each tensor named."""
+    changed = {name: t.clone() for name, t in weights.items() if name in names}
+    for tensor in changed.values():
+        tensor.view(-1)[tensor.numel() // 2] += 1
+    return weights | changed
+
+
 @asynccontextmanager
 async def engine_on(gpu: int, model: Path) -> AsyncIterator[Any]:
     from omnifleet_rollout.engine.vllm_engine import VllmEngine

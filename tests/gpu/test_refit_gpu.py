@@ -28,7 +28,7 @@ from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.courier import Courier, Order
 from omnifleet_trainer.refit.guard import Canary, Guard
 from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
-from tests.gpu.refit_engine import ENGINE, checkpoint, engine_on, logprobs_of, moved, refit_client
+from tests.gpu.refit_engine import ENGINE, checkpoint, engine_on, logprobs_of, moved, nudged, refit_client
 from tests.refit_registry import Registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -40,7 +40,7 @@ TOLERANCE = 0.1
 
 
 async def staged(client: RefitClient, snapshot: Snapshot, shipment: Shipment, courier: Courier | None) -> str:
-    buckets = [snapshot.buckets[i] for i in shipment.buckets]
+    buckets = snapshot.contents(shipment)
     if courier is not None:
         outcome = (await courier.stage({"w": Order(client, shipment)}, buckets, DEADLINE_S))["w"]
         assert isinstance(outcome, str), outcome
@@ -66,16 +66,22 @@ async def test_every_byte_is_what_a_fresh_engine_loads(
         device = torch.device("cuda", 0)
         snapshot = Snapshot(device, 1 << 20)
         courier = Courier(Meeting("127.0.0.1"), device) if transport == "nccl" else None
-        parent, held = None, None
-        for step in range(3):
-            now = moved(weights, step, trains)
-            snapshot.pack(((name, t.to(device)) for name, t in now.items()), trains)
+        parent, held, now = None, None, weights
+        sparse_too = engine.facts.sparse
+        for step in range(4 if sparse_too else 3):
+            few = step == 3
+            now = nudged(now, trains) if few else moved(weights, step, trains)
+            snapshot.pack(((name, t.to(device)) for name, t in now.items()), trains, sparse=True)
             version = WeightVersion("r", "l", step)
             shipment = snapshot.shipment(version, parent, held, encoder_changed=parent is None)
+            if few:
+                whole, sparse = shipment.bytes, snapshot.step_on(version, parent, held, encoder_changed=False)
+                assert sparse is not None and 2 * sparse.bytes <= whole
+                shipment = sparse
             digest = await staged(client, snapshot, shipment, courier)
             commit = await client.commit(digest, InFlight.RECOMPUTE, deadline_s=DEADLINE_S)
             parent, held = commit.version, dict(snapshot.digests)
-        assert (await engine._rpc("omni_counters"))["refits_by_plan"] == 2, (
+        assert (await engine._rpc("omni_counters"))["refits_by_plan"] == 2 + sparse_too, (
             "the first is checked by the loader"
         )
         ours = await engine._rpc("omni_digests")
@@ -92,6 +98,7 @@ async def test_every_byte_is_what_a_fresh_engine_loads(
     assert len(list((tmp_path / "cache" / "omnifleet" / "refit-plans").iterdir())) == 1, (
         "the checked plan is kept"
     )
+    assert sparse_too, "all sources can be put together again from parameter memory"
 
 
 class Joined:

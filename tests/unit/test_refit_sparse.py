@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnifleet.wire.sparse import apply_sparse, encode_sparse
+from omnifleet_refit.sparse import decode, encode, sparse_sizes
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -75,3 +77,38 @@ def test_indices_that_no_sender_makes_are_refused(indices: list[int]) -> None:
         apply_sparse(bytearray(20), payload[:-1], 2)
     with pytest.raises(ValueError, match="compared"):
         encode_sparse(bytes(4), bytes(8), 2)
+
+
+DTYPES = {1: torch.bool, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+@given(changes())
+@settings(max_examples=100, deadline=None)
+def test_the_device_makes_the_same_bytes_and_the_same_tensors(case: tuple[int, bytes, bytes]) -> None:
+    width, old, new = case
+    before, after = (torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (old, new))
+    if width > 1:
+        before, after = before.view(DTYPES[width]), after.view(DTYPES[width])
+    ((count, size),) = sparse_sizes([(before, after)])
+    assert count == sum(old[i : i + width] != new[i : i + width] for i in range(0, len(old), width))
+    payload = encode(before, after)
+    assert payload.numel() == size == count * (4 + width)
+    defined = encode_sparse(old, new, width)
+    assert defined in (None, payload.numpy().tobytes()) and (defined is None) == (size >= len(new))
+    decode([payload], [before])
+    assert before.view(torch.uint8).numpy().tobytes() == new
+
+
+def test_a_damaged_payload_changes_nothing_on_the_device() -> None:
+    old, new = torch.zeros(10), torch.zeros(10)
+    new[3], new[7] = 1, float("nan")
+    payload, other = encode(old, new), torch.zeros(10)
+    twice, beyond, behind = payload.clone(), payload.clone(), payload.clone()
+    twice[4] = 3
+    beyond[4] = 10
+    behind[7] = 255  # as a signed number it would be negative
+    for damaged in (twice, beyond, behind, payload[:-1]):
+        tensors = [torch.zeros(10), other.clone()]
+        with pytest.raises(ValueError, match=r"ascend|whole number"):
+            decode([encode(old, new), damaged], tensors)
+        assert not any(tensor.any() for tensor in tensors)

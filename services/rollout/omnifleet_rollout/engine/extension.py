@@ -86,7 +86,12 @@ class OmnifleetExtension:
         )
         transports = ["shm", "nccl"] + ["cuda_ipc"] * (torch.device(self.device).type == "cuda")
         self._omni_door = Door(self._omni_stager.begin, self._omni_stager.export)
-        return {"transports": transports, "plan": plan.key if plan else "", "door": self._omni_door.name}
+        return {
+            "transports": transports,
+            "plan": plan.key if plan else "",
+            "door": self._omni_door.name,
+            "sparse": self._omni_stager.takes_sparse,
+        }
 
     def _omni_plan(self, model: torch.nn.Module, rank: int, kept: KeptPlans) -> tuple[Plan | None, bool]:
         """Where source slices land, and whether that was checked: kept from an earlier start, else learnt now.

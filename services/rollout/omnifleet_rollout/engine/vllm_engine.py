@@ -102,7 +102,7 @@ class VllmEngine:
             transports=tuple(ranks[0]["transports"]),
             ranks=len(ranks),
             extras=tuple(name for name in EXTRAS if getattr(engine, f"return_{name}")),
-            sparse=all(not rank["plan"] for rank in ranks),
+            sparse=all(rank["sparse"] for rank in ranks),
         )
         self._polling = asyncio.create_task(self._poll_counters())
 

@@ -11,6 +11,7 @@ import torch
 
 from omnifleet.wire.fold import ALGORITHM, ROW_BYTES
 from omnifleet.wire.manifest import DTYPE_BYTES, UNVERIFIED, combined_checksum
+from omnifleet.wire.sparse import ENCODING
 from omnifleet_refit.fold import as_hex, digests, row_sums
 from omnifleet_rollout.refit.shadow import rejected
 
@@ -65,20 +66,25 @@ def layout(body: Mapping[str, Any]) -> list[Bucket]:
 def _check_places(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
     end = 0
     for tensor in tensors:
-        if tensor.get("encoding"):
+        if tensor.get("encoding", "") not in ("", ENCODING):
             raise rejected(
-                f"{tensor['name']} is {tensor['encoding']}: device buckets carry tensors as they are"
+                f"{tensor['name']} is {tensor['encoding']!r}, which is not known; allowed: {ENCODING}"
             )
         wanted = prod(tensor["shape"]) * DTYPE_BYTES.get(tensor["dtype"], 0)
-        if wanted != tensor["bytes"] or wanted == 0:
+        if wanted != tensor["bytes"] or wanted == 0 or stored(tensor) == 0:
             raise rejected(f"{tensor['name']}: {tensor['bytes']} bytes do not fit its shape and dtype")
         if tensor["offset"] % ROW_BYTES or tensor["offset"] < end:
             raise rejected(
                 f"{tensor['name']} at {tensor['offset']} lies over another or not at a row's start"
             )
-        end = tensor["offset"] + tensor["bytes"]
+        end = tensor["offset"] + stored(tensor)
     if size % ROW_BYTES or not end <= size or size == 0:
         raise rejected(f"a bucket of {size} bytes does not hold its tensors, which end at {end}")
+
+
+def stored(tensor: Mapping[str, Any]) -> int:
+    """Bytes of a tensor in its bucket."""
+    return int(tensor["stored"] if tensor.get("encoding") else tensor["bytes"])
 
 
 class Memory:
@@ -88,25 +94,30 @@ class Memory:
         self.device = device
         self._buffers: list[torch.Tensor] = []
         self._cut: tuple[object, dict[str, torch.Tensor]] = (None, {})
+        self._aside = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """uint8 buffers of these sizes; what the last take gave is no longer valid. Raises REFIT_REJECTED if there is no room."""
         if sum(map(len, self._buffers)) < sum(sizes) or len(self._buffers) != 1:
             self.release()
-            try:
-                self._buffers = [torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)]
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                raise rejected(
-                    f"no room for a shadow of {sum(sizes)} bytes on {self.device}: {error}"
-                ) from error
+            self._buffers = [self._room(sum(sizes))]
         return list(torch.split(self._buffers[0][: sum(sizes)], list(sizes)))
+
+    def aside(self, size: int) -> torch.Tensor:
+        """A buffer of zeros beside those of `take`, for what is made of them. Raises REFIT_REJECTED if there is no room."""
+        if len(self._aside) < size:
+            self._aside = self._aside[:0].clone()  # given back before more is asked for
+            self._aside = self._room(size)
+        return self._aside[:size].zero_()
 
     def cut(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of all buckets by name: views, no copies; the same dict again for the same places.
 
         Thousands of views are made beside the engine's thread, so they are kept while the layout stays.
         """
-        places = [(t["name"], t["offset"], t["dtype"], t["shape"]) for b in buckets for t in b.tensors]
+        places = [
+            (t["name"], t["offset"], t["dtype"], t["shape"], stored(t)) for b in buckets for t in b.tensors
+        ]
         key = (buffers[0].data_ptr(), [bucket.size for bucket in buckets], places)
         if self._cut[0] != key:
             self._cut = (key, cut(buckets, buffers))
@@ -116,23 +127,42 @@ class Memory:
         """Give the memory back."""
         self._buffers, self._cut = [], (None, {})
 
+    def _room(self, size: int) -> torch.Tensor:
+        """A row more than asked: no tensor in it has the storage to itself, so whoever keeps one copies it."""
+        try:
+            return torch.empty(size + ROW_BYTES, dtype=torch.uint8, device=self.device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise rejected(f"no room for a shadow of {size} bytes on {self.device}: {error}") from error
+
 
 class Verification:
-    """Checksums of buckets as they come: queued at once, looked at in the end."""
+    """Checksums of buckets as they come: queued at once, looked at in the end.
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
+    On CUDA they have a stream of their own: in the stream of the transfer each would hold up the next bucket.
+    """
+
+    def __init__(self, body: Mapping[str, Any], device: torch.device) -> None:
         self._off = body["checksum_algorithm"] == UNVERIFIED
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._sums: list[tuple[Bucket, torch.Tensor]] = []
 
     def queue(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Sum up one bucket on its device, without waiting."""
-        if not self._off:
+        if self._off:
+            return
+        if self._beside is None:
+            self._sums.append((bucket, row_sums(data)))
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
             self._sums.append((bucket, row_sums(data)))
 
     def check(self) -> None:
         """Wait for the sums and compare digests. Raises REFIT_REJECTED, naming a tensor whose bytes differ."""
         if not self._sums:
             return
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
         starts, base = [], 0
         for bucket, _ in self._sums:
             starts += [base + start for start in bucket.starts]
@@ -143,18 +173,20 @@ class Verification:
             ours = rows[at : at + len(bucket.tensors)]
             at += len(bucket.tensors)
             for tensor, digest in zip(bucket.tensors, ours, strict=True):
-                if digest != tensor["digest"]:
+                if not tensor.get("encoding") and digest != tensor["digest"]:
                     raise rejected(f"{tensor['name']} in bucket {index} does not match its checksum")
             if combined_checksum(ours) != bucket.checksum:
                 raise rejected(f"bucket {index} does not match its checksum")
 
 
 def cut(buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of all buckets by name: views, no copies."""
+    """The tensors of all buckets by name: views, no copies. Of a sparse one its bytes, uint8."""
     return {
-        tensor["name"]: data[tensor["offset"] : tensor["offset"] + tensor["bytes"]]
-        .view(DTYPES[tensor["dtype"]])
-        .view(tuple(tensor["shape"]))
+        tensor["name"]: _shaped(tensor, data[tensor["offset"] : tensor["offset"] + stored(tensor)])
         for bucket, data in zip(buckets, buffers, strict=True)
         for tensor in bucket.tensors
     }
+
+
+def _shaped(tensor: Mapping[str, Any], data: torch.Tensor) -> torch.Tensor:
+    return data if tensor.get("encoding") else data.view(DTYPES[tensor["dtype"]]).view(tuple(tensor["shape"]))

@@ -36,7 +36,7 @@ class Collective:
         buffers = self._memory.take([bucket.size for bucket in buckets])
         self._cancelled = False
         group = self._join(seat)
-        verification = Verification(body)
+        verification = Verification(body, self._memory.device)
         try:
             group.say_ready()
             with group.stream():

@@ -32,7 +32,7 @@ def receive(body: Mapping[str, Any], source: str, memory: Memory) -> dict[str, t
     if len(handles[uuid]) != len(buckets):
         raise rejected(f"{len(handles[uuid])} handles for {len(buckets)} buckets")
     buffers = memory.take([bucket.size for bucket in buckets])
-    verification = Verification(body)
+    verification = Verification(body, memory.device)
     stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(memory.device), torch.cuda.stream(stream):
         for bucket, data, handle in zip(buckets, buffers, handles[uuid], strict=True):

@@ -117,19 +117,6 @@ class Plan:
         read = sum(prod(view.shape) for views in self.needs().values() for view in views)
         return min(1.0, read / max(1, sum(prod(shape) for shape in self.shapes.values())))
 
-    def gather(self, model: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """A source tensor put together again from parameter memory; None if that does not hold all of it, or cast."""
-        targets = dict(_memory(model))
-        moves = [move for move in self.moves if move.source == name]
-        if not moves or any(targets[m.target].dtype != dtype or m.read.shape != m.write.shape for m in moves):
-            return None
-        seen = torch.zeros(self.shapes[name], dtype=torch.bool)
-        whole = torch.empty(self.shapes[name], dtype=dtype, device=targets[moves[0].target].device)
-        for move in moves:
-            move.read.on(whole).copy_(move.write.on(targets[move.target]))
-            move.read.on(seen).fill_(True)
-        return whole if bool(seen.all()) else None
-
     def check_fits(self, model: torch.nn.Module) -> None:
         """Raises LookupError if a move or fill would leave a source, or the model's memory."""
         targets = dict(_memory(model))
@@ -294,9 +281,12 @@ def agrees(
 
 
 def replay(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Do the moves; on a device they are only queued."""
-    if pairs:
-        torch._foreach_copy_([into for into, _ in pairs], [value for _, value in pairs])
+    """Do the moves; on a device they are only queued.
+
+    One by one: where both sides are contiguous that is the device's own copy, faster than one kernel over all of them.
+    """
+    for into, value in pairs:
+        into.copy_(value, non_blocking=True)
 
 
 def _memory(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,8 +19,10 @@ from omnifleet_rollout.refit import ipc
 from omnifleet_rollout.refit.background import Background
 from omnifleet_rollout.refit.buckets import DTYPES, Memory
 from omnifleet_rollout.refit.collective import Collective
+from omnifleet_rollout.refit.filling import fill
 from omnifleet_rollout.refit.kept import KeptPlans
 from omnifleet_rollout.refit.plan import Plan, agrees, replay
+from omnifleet_rollout.refit.restoring import Restoring
 from omnifleet_rollout.refit.shadow import ShadowTensor, check_table, read_transfer, rejected
 from omnifleet_rollout.refit.source import CUDA_IPC, GROUP
 from omnifleet_rollout.refit.weights import Sources, Weights
@@ -65,6 +67,12 @@ class Stager:
         self._kept, self._checked = kept, checked and plan is not None
         self._since_check = 0
         self.refits_by_plan, self.last_load_s = 0, 0.0
+
+    @property
+    def takes_sparse(self) -> bool:
+        """True if the bytes of the version that serves are here: on the host, or whole in parameter memory."""
+        table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in self._weights.table.items()}
+        return self._plan is None or Restoring(self._plan, self._model).all_of(table)
 
     def begin(
         self, manifest_json: str, source: str, tell: Callable[[int | OmnifleetError], None] | None = None
@@ -122,22 +130,14 @@ class Stager:
         For a thread of its own: nothing waits for the engine's steps. Raises UNSUPPORTED where a tensor is here no more as
         it was sent (cut, cast, or packed).
         """
-        written = 0
+        written, held = 0, self._holder()
         with open(path, "r+b", buffering=0) as file:
             for name, dtype in tensors:
-                data = self._source(name, DTYPES[dtype])
+                data = _bytes(_as_sent(name, held(name), DTYPES[dtype]))
                 while data.nbytes:
                     done = file.write(data)
                     data, written = data[done:], written + done
         return written
-
-    def _source(self, name: str, dtype: torch.dtype) -> memoryview:
-        tensor = self._weights.kept(name)
-        if tensor is None and self._plan is not None:
-            tensor = self._plan.gather(self._model, name, dtype)
-        if tensor is None or tensor.dtype != dtype:
-            raise OmnifleetError(Reason.UNSUPPORTED, f"{name} is not here as it was sent")
-        return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     def drop(self) -> None:
         """Forget the shadow, and end a stage that runs. Raises CONFLICT if it does not end."""
@@ -148,16 +148,36 @@ class Stager:
             raise OmnifleetError(Reason.CONFLICT, "the last stage does not end", retryable=True)
 
     def _receive(self, body: Mapping[str, Any], source: str) -> tuple[Sources, Pairs]:
+        restored = self._holder()
+
+        def held(name: str) -> torch.Tensor:
+            tensor = restored(name)
+            if tensor is None:
+                raise rejected(f"the bytes of {name} are not kept here")
+            return tensor
+
         if source.startswith(GROUP):
-            tensors = self._collective.receive(body, source)
+            tensors = fill(body, self._collective.receive(body, source), held, self._memory)
         elif source.startswith(CUDA_IPC):
-            tensors = ipc.receive(body, source, self._memory)
+            tensors = fill(body, ipc.receive(body, source, self._memory), held, self._memory)
         else:
-            tensors = {
-                tensor.name: _tensor(tensor)
-                for tensor in read_transfer(body, Path(source), self._weights.held)
-            }
+            read = read_transfer(body, Path(source), lambda name: _bytes(held(name)))
+            tensors = {tensor.name: _tensor(tensor) for tensor in read}
         return tensors, self._bound(tensors)
+
+    def _holder(self) -> Callable[[str], torch.Tensor | None]:
+        """Finds source tensors of the committed version: on the host, in the checkpoint, or in parameter memory."""
+        restoring: list[Restoring] = []
+
+        def find(name: str) -> torch.Tensor | None:
+            tensor = self._weights.kept(name)
+            if tensor is not None or self._plan is None:
+                return tensor
+            if not restoring:
+                restoring.append(Restoring(self._plan, self._model))
+            return restoring[0].gather(name)
+
+        return find
 
     def _bound(self, tensors: Sources) -> Pairs:
         """The plan's copies, made ready before the gate; kept while the tensors lie where they lay."""
@@ -216,6 +236,16 @@ def _report(
         tell(OmnifleetError(Reason.ENGINE_ERROR, f"the stage failed: {result!r}"))
     else:
         tell(sum(tensor.nbytes for tensor in result[0].values()))
+
+
+def _as_sent(name: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if tensor is None or tensor.dtype != dtype:
+        raise OmnifleetError(Reason.UNSUPPORTED, f"{name} is not here as it was sent")
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _tensor(source: ShadowTensor) -> torch.Tensor:

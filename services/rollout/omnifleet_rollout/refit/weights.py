@@ -39,13 +39,6 @@ class Weights:
         if lost:
             raise rejected(f"{len(lost)} tensors of the committed version are in parameter memory alone")
 
-    def held(self, name: str) -> memoryview:
-        """The bytes of a committed tensor, as they were sent. Raises REFIT_REJECTED if they are not kept on the host."""
-        tensor = self._committed.get(name)
-        if tensor is None:
-            raise rejected(f"the bytes of {name} are not kept here")
-        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
     def kept(self, name: str) -> torch.Tensor | None:
         """A tensor of the committed version, from the host or, if it was never sent, the checkpoint; None if neither has it."""
         if name in self._by_plan:

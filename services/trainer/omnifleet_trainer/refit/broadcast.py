@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from omnifleet.client.fleet import FleetClient, WorkerView
-from omnifleet.client.refit import Commit, RefitClient
+from omnifleet.client.refit import Commit, EngineView, RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import WeightVersion
 from omnifleet_refit.group import Meeting
@@ -26,7 +26,7 @@ from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.courier import Courier, Order, Outcome
 from omnifleet_trainer.refit.handles import handles
 from omnifleet_trainer.refit.sender import RefitReport, RefitSender
-from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Snapshot
+from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Shipment, Snapshot
 
 log = logging.getLogger("omnifleet.trainer.refit")
 _REMEMBERED = 16
@@ -138,7 +138,7 @@ class BroadcastSender(RefitSender):
         changed: set[str],
         encoder_changed: bool,
     ) -> OnDevice:
-        self._snapshot.pack(tensors, changed)
+        self._snapshot.pack(tensors, changed, sparse=self._sparse)
         return OnDevice(version, encoder_changed, self._snapshot)
 
     def _take(self, release: Any) -> None:
@@ -208,30 +208,51 @@ class BroadcastSender(RefitSender):
         courier: str,
     ) -> dict[str, Outcome]:
         parents = {worker.id: self._parent(worker) for worker in workers}
-        held = {id: self._digests[parent.number] if parent else None for id, parent in parents.items()}
-        together = (
-            set().union(*(release.snapshot.needed(digests) for digests in held.values())) if held else set()
-        )
-        orders: dict[str, Order] = {}
+        views: dict[str, EngineView] = {}
         outcomes: dict[str, Outcome] = {}
         for worker in workers:
-            parent = parents[worker.id]
-            shipment = release.snapshot.shipment(
-                release.version, parent, held[worker.id], release.encoder_changed, together
-            )
-            self._delivery.expect(worker.id, shipment.version)
             try:
-                view = await clients[worker.id].describe(deadline_s=self._delivery.timeout_s)
-                orders[worker.id] = Order(clients[worker.id], shipment, view.ranks)
+                views[worker.id] = await clients[worker.id].describe(deadline_s=self._delivery.timeout_s)
             except OmnifleetError as error:
                 outcomes[worker.id] = error
-        if not orders:
+        shipments = self._shipments(release, {id: parents[id] for id in views}, views)
+        for id, shipment in shipments.items():
+            self._delivery.expect(id, shipment.version)
+        if not shipments:
             return outcomes
-        shipment = next(iter(orders.values())).shipment
+        orders = {id: Order(clients[id], shipment, views[id].ranks) for id, shipment in shipments.items()}
+        shipment = next(iter(shipments.values()))
         release.sent.append(shipment.bytes)
-        lying = [release.snapshot.buckets[i] for i in shipment.buckets]
+        lying = release.snapshot.contents(shipment)
         buckets = lying if release.snapshot is self._snapshot else Lifted(lying, self._snapshot.device)
-        return outcomes | await self._move(orders, buckets, courier)
+        staged = await self._move(orders, buckets, courier)
+        for id, outcome in staged.items():
+            if shipment.step and isinstance(outcome, OmnifleetError):
+                self._delivery.refused_sparse(id, outcome)
+        return outcomes | staged
+
+    def _shipments(
+        self,
+        release: OnDevice,
+        parents: Mapping[str, WeightVersion | None],
+        views: Mapping[str, EngineView],
+    ) -> dict[str, Shipment]:
+        """What each worker is sent, all of the same buckets: a step if all can take one, else what any of them lacks."""
+        snapshot, version, changed = release.snapshot, release.version, release.encoder_changed
+        held = {id: self._digests[parent.number] if parent else None for id, parent in parents.items()}
+        steps: dict[str, Shipment] = {}
+        for id, parent in parents.items():
+            digests, able = held[id], views[id].sparse and not self._delivery.refuses_sparse(id)
+            if parent is not None and digests is not None and able:
+                step = snapshot.step_on(version, parent, digests, changed)
+                steps |= {} if step is None else {id: step}
+        if len(steps) == len(parents):
+            return steps
+        together = set[int]().union(*(snapshot.needed(digests) for digests in held.values()))
+        return {
+            id: snapshot.shipment(version, parent, held[id], changed, together)
+            for id, parent in parents.items()
+        }
 
     async def _move(
         self, orders: Mapping[str, Order], buckets: Sequence[torch.Tensor], courier: str

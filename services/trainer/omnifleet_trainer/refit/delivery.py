@@ -28,6 +28,7 @@ class Delivery:
         self._at: dict[str, tuple[WeightVersion, float]] = {}
         self._broken: set[str] = set()
         self._sparse: dict[str, bool] = {}
+        self._refused: set[str] = set()
         self._turns: dict[str, asyncio.Lock] = {}
 
     def turn(self, worker: str) -> asyncio.Lock:
@@ -51,11 +52,20 @@ class Delivery:
         return version
 
     async def takes_sparse(self, worker: WorkerView) -> bool:
-        """True if its engine takes sparse tensors. Asked once. Raises OmnifleetError."""
+        """True if its engine takes sparse tensors, and has refused none. Asked once. Raises OmnifleetError."""
         if worker.id not in self._sparse:
             async with self.open(worker) as client:
                 self._sparse[worker.id] = (await client.describe()).sparse
-        return self._sparse[worker.id]
+        return self._sparse[worker.id] and not self.refuses_sparse(worker.id)
+
+    def refuses_sparse(self, worker: str) -> bool:
+        """True if it refused sparse tensors before, whatever it says of itself."""
+        return worker in self._refused
+
+    def refused_sparse(self, worker: str, error: OmnifleetError) -> None:
+        """It answered so to a stage with sparse tensors: if it lacked the bytes that they build on, it is sent none again."""
+        if error.reason is Reason.REFIT_REJECTED:
+            self._refused.add(worker)
 
     async def send(self, worker: WorkerView, parcel: Parcel, turn: asyncio.Lock | None = None) -> Commit:
         """Stage, then commit (in turn). Until the worker says so, nothing is known of what it serves.
@@ -124,6 +134,7 @@ class Delivery:
         self._turns = {id: turn for id, turn in self._turns.items() if id in living or turn.locked()}
         self._sparse = {id: takes for id, takes in self._sparse.items() if id in living}
         self._broken &= living
+        self._refused &= living
 
     async def _stage(self, client: RefitClient, worker: WorkerView, parcel: Parcel) -> str:
         transfer, deadline_s = parcel.transfer, self._timeout_s

@@ -37,6 +37,7 @@ async def open_sender(
         host=config.host,
         device_bucket_bytes=config.bucket_bytes,
         rolling=config.rolling,
+        sparse=config.sparse,
         **settings,
     ) as sender:
         yield sender

@@ -322,7 +322,12 @@ class RefitSender:
                 raise retryable(Reason.CONFLICT, f"{worker.id} needs a complete file; it catches up alone")
             parcel = release.complete() if parent is None else await self._parcel(worker, release, parent)
             release.sent = max(release.sent, parcel.transfer.size)
-            return await self._delivery.send(worker, parcel, turn if self._rolling else None)
+            try:
+                return await self._delivery.send(worker, parcel, turn if self._rolling else None)
+            except OmnifleetError as error:
+                if parcel.transfer is release.step:
+                    self._delivery.refused_sparse(worker.id, error)
+                raise
 
     async def _parcel(self, worker: WorkerView, release: Release, parent: WeightVersion) -> Parcel:
         """The smallest that a worker at `parent` can be sent."""

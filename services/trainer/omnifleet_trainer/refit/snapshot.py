@@ -20,6 +20,7 @@ from omnifleet.wire.fold import ALGORITHM, ROW_BYTES
 from omnifleet.wire.manifest import UNVERIFIED, combined_checksum, manifest_digest
 from omnifleet_refit.fold import as_hex, fold
 from omnifleet_trainer.policy.port import Tensor
+from omnifleet_trainer.refit.step import Step, make_step
 from omnifleet_trainer.refit.transfer import dtype_name
 
 BUCKET_BYTES = 1 << 30
@@ -39,12 +40,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """What workers that hold one version are sent: the manifest and the numbers of the buckets, in its order."""
+    """What workers that hold one version are sent: the manifest and the numbers of the buckets, in its order.
+
+    step: the buckets are those of the snapshot's step.
+    """
 
     manifest: refit_pb2.Manifest
     version: WeightVersion
     buckets: tuple[int, ...]
     bytes: int
+    step: bool = False
 
 
 class Snapshot:
@@ -57,10 +62,16 @@ class Snapshot:
         self.buckets: list[torch.Tensor] = []
         self.places: dict[str, Place] = {}
         self.digests: dict[str, str] = {}
+        self.step: Step | None = None
+        """From the version that was packed before, if it is worth it."""
         self._views: dict[str, torch.Tensor] = {}
 
-    def pack(self, tensors: Iterable[tuple[str, Tensor]], trains: Collection[str] = ()) -> None:
+    def pack(
+        self, tensors: Iterable[tuple[str, Tensor]], trains: Collection[str] = (), *, sparse: bool = False
+    ) -> None:
         """Copy all tensors in and compute their digests. trains: names that may change after this version.
+
+        sparse: also make a step from the version before, where few values of those changed.
 
         Raises INVALID_REQUEST if a later version has other names, dtypes or shapes; UNSUPPORTED for a dtype.
         """
@@ -68,6 +79,9 @@ class Snapshot:
         if not self.places:
             self._lay_out(given, set(trains))
         self._check(given)
+        self.step = (
+            self._step({n: given[n] for n in trains if n in given}) if sparse and self.digests else None
+        )
         names = list(self._views)
         with torch.no_grad():
             torch._foreach_copy_(
@@ -125,6 +139,32 @@ class Snapshot:
         size = sum(len(self.buckets[bucket]) for bucket in chosen)
         return Shipment(manifest, replace(version, manifest_digest=digest), chosen, size)
 
+    def step_on(
+        self, version: WeightVersion, parent: WeightVersion, held: Mapping[str, str], encoder_changed: bool
+    ) -> Shipment | None:
+        """The step, for workers at `parent`, whose digests are `held`; None if there is none from there."""
+        step = self.step
+        if step is None or step.since != held:
+            return None
+        specs = [self._spec(name, {}) for name in self.places]
+        for spec in specs:
+            step.enter(spec)
+        manifest = refit_pb2.Manifest(
+            version=version_to_wire(version),
+            parent=version_to_wire(parent),
+            tensors=specs,
+            buckets=step.table(),
+            checksum_algorithm=ALGORITHM,
+            encoder_changed=encoder_changed,
+        )
+        named = replace(version, manifest_digest=manifest_digest(manifest))
+        return Shipment(manifest, named, tuple(range(len(step.buckets))), step.bytes, step=True)
+
+    def contents(self, shipment: Shipment) -> list[torch.Tensor]:
+        """The buckets of a shipment, in its manifest's order."""
+        buckets = self.step.buckets if shipment.step and self.step is not None else self.buckets
+        return [buckets[number] for number in shipment.buckets]
+
     def needed(self, held: Mapping[str, str] | None) -> set[int]:
         """Buckets in which a tensor differs from what a worker holds."""
         return {
@@ -162,6 +202,15 @@ class Snapshot:
                 raise _other(
                     f"{name} {tensor.dtype} {tuple(tensor.shape)} instead of {place.dtype} {place.shape}"
                 )
+
+    def _step(self, moved: Mapping[str, torch.Tensor]) -> Step | None:
+        """From what lies here to what is packed next. moved: the tensors that may differ, by name."""
+        pairs = {name: (self._views[name], tensor) for name, tensor in moved.items()}
+        if any(old.device != new.device for old, new in pairs.values()):
+            return None
+        stands_for = sum(len(self.buckets[b]) for b in {self.places[name].bucket for name in moved})
+        with torch.no_grad():
+            return make_step(self.digests, pairs, stands_for, self._limit)
 
     def _fold(self) -> dict[str, str]:
         inside = self._inside()
