@@ -53,21 +53,59 @@ class Bucket(_message.Message):
     checksum: str
     def __init__(self, index: _Optional[int] = ..., bytes: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...
 
+class Window(_message.Message):
+    __slots__ = ("offset", "shape", "stride")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    stride: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("name", "window", "bucket", "offset", "bytes", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    window: Window
+    bucket: int
+    offset: int
+    bytes: int
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., window: _Optional[_Union[Window, _Mapping]] = ..., bucket: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("ranks", "pieces", "buckets")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    pieces: _containers.RepeatedCompositeFieldContainer[Piece]
+    buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ...) -> None: ...
+
 class Manifest(_message.Message):
-    __slots__ = ("version", "parent", "tensors", "buckets", "checksum_algorithm", "encoder_changed")
+    __slots__ = ("version", "parent", "tensors", "buckets", "checksum_algorithm", "encoder_changed", "parts")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     ENCODER_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.WeightVersion
     parent: _common_pb2.WeightVersion
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
     checksum_algorithm: str
     encoder_changed: bool
-    def __init__(self, version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., parent: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., checksum_algorithm: _Optional[str] = ..., encoder_changed: _Optional[bool] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., parent: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., checksum_algorithm: _Optional[str] = ..., encoder_changed: _Optional[bool] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class ShmTransport(_message.Message):
     __slots__ = ("path", "bytes")
@@ -109,7 +147,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("tensors", "transports", "shadow", "version", "engine", "ranks", "sparse")
+    __slots__ = ("tensors", "transports", "shadow", "version", "engine", "ranks", "sparse", "needs")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +155,7 @@ class DescribeReply(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SPARSE_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     transports: _containers.RepeatedScalarFieldContainer[str]
     shadow: bool
@@ -124,7 +163,34 @@ class DescribeReply(_message.Message):
     engine: str
     ranks: int
     sparse: bool
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., shadow: _Optional[bool] = ..., version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ..., sparse: _Optional[bool] = ...) -> None: ...
+    needs: str
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., transports: _Optional[_Iterable[str]] = ..., shadow: _Optional[bool] = ..., version: _Optional[_Union[_common_pb2.WeightVersion, _Mapping]] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ..., sparse: _Optional[bool] = ..., needs: _Optional[str] = ...) -> None: ...
+
+class NeedsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TensorNeeds(_message.Message):
+    __slots__ = ("name", "windows")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    windows: _containers.RepeatedCompositeFieldContainer[Window]
+    def __init__(self, name: _Optional[str] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ...) -> None: ...
+
+class RankNeeds(_message.Message):
+    __slots__ = ("tensors",)
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorNeeds]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorNeeds, _Mapping]]] = ...) -> None: ...
+
+class NeedsReply(_message.Message):
+    __slots__ = ("digest", "ranks")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    ranks: _containers.RepeatedCompositeFieldContainer[RankNeeds]
+    def __init__(self, digest: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankNeeds, _Mapping]]] = ...) -> None: ...
 
 class StageRequest(_message.Message):
     __slots__ = ("manifest", "shm", "nccl", "cuda_ipc", "deadline_ms")

@@ -45,6 +45,11 @@ class RefitStub:
                 request_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.DescribeReply.FromString,
                 _registered_method=True)
+        self.Needs = channel.unary_unary(
+                '/omnifleet.v1alpha.Refit/Needs',
+                request_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.NeedsRequest.SerializeToString,
+                response_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.NeedsReply.FromString,
+                _registered_method=True)
         self.Stage = channel.unary_unary(
                 '/omnifleet.v1alpha.Refit/Stage',
                 request_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.StageRequest.SerializeToString,
@@ -83,6 +88,13 @@ class RefitServicer:
 
     def Describe(self, request, context):
         """What the engine needs: its own list of source tensors, and the transports it can use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Needs(self, request, context):
+        """What each rank of the engine reads of each tensor, where it can be sent that alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,6 +148,11 @@ def add_RefitServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.DescribeRequest.FromString,
                     response_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.DescribeReply.SerializeToString,
+            ),
+            'Needs': grpc.unary_unary_rpc_method_handler(
+                    servicer.Needs,
+                    request_deserializer=omnifleet_dot_v1alpha_dot_refit__pb2.NeedsRequest.FromString,
+                    response_serializer=omnifleet_dot_v1alpha_dot_refit__pb2.NeedsReply.SerializeToString,
             ),
             'Stage': grpc.unary_unary_rpc_method_handler(
                     servicer.Stage,
@@ -217,6 +234,33 @@ class Refit:
             '/omnifleet.v1alpha.Refit/Describe',
             omnifleet_dot_v1alpha_dot_refit__pb2.DescribeRequest.SerializeToString,
             omnifleet_dot_v1alpha_dot_refit__pb2.DescribeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Needs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omnifleet.v1alpha.Refit/Needs',
+            omnifleet_dot_v1alpha_dot_refit__pb2.NeedsRequest.SerializeToString,
+            omnifleet_dot_v1alpha_dot_refit__pb2.NeedsReply.FromString,
             options,
             channel_credentials,
             insecure,

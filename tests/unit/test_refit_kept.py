@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from omnifleet.address import canonical_json, digest_bytes
+from omnifleet_refit.windows import View
 from omnifleet_rollout.refit import stager as stager_module
 from omnifleet_rollout.refit.kept import KeptPlans
-from omnifleet_rollout.refit.plan import Plan, View, plan_key, record
+from omnifleet_rollout.refit.plan import Plan, plan_key, record
 from tests.refit_world import Sender, Small, receiving, tensors, write_checkpoint
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from omnifleet.address import canonical_json, digest_bytes
-from omnifleet_rollout.refit.plan import Fill, Move, Plan, View
+from omnifleet_refit.windows import View
+from omnifleet_rollout.refit.plan import Fill, Move, Plan
 
 log = logging.getLogger("omnifleet.rollout.refit")
 FORMAT = 1

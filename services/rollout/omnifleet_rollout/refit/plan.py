@@ -22,36 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from omnifleet.address import canonical_json, digest_bytes
 from omnifleet.wire.fold import ROW_BYTES
 from omnifleet_refit.fold import as_hex, fold
+from omnifleet_refit.windows import View
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A strided window into a tensor's storage, in elements."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> View:
-        """The window that a tensor is."""
-        return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-
-    def lies_within(self, elements: int) -> bool:
-        """True if all of it lies in a storage of so many elements."""
-        if len(self.shape) != len(self.stride) or min((self.offset, *self.shape, *self.stride)) < 0:
-            return False
-        last = self.offset + sum(
-            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
-        )
-        return 0 in self.shape or last < elements
-
-    def on(self, tensor: torch.Tensor, base: int = 0) -> torch.Tensor:
-        """The same window into the storage of `tensor`, moved on by `base` elements."""
-        return tensor.as_strided(self.shape, self.stride, self.offset + base)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from omnifleet_rollout.refit.plan import Move, Plan, View, _memory
+from omnifleet_refit.windows import View
+from omnifleet_rollout.refit.plan import Move, Plan, _memory
 
 
 class Restoring:
