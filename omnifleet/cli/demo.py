@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from omnifleet.cli.report import save_counters
 from omnifleet.cli.run import resolve_model, start_services, stop_services
 from omnifleet.cli.watch import watch_training
 from omnifleet.config.recipe import Recipe
@@ -54,7 +54,7 @@ def demo(
             f"training: {recipe.trainer.steps} steps; beside it try `omnifleet status`, `omnifleet fleet scale 3`",
         )
         _train(run_dir, recipe)
-        _save_counters(run_dir)  # before the control, whose first refit begins a new encoder epoch
+        save_counters(run_dir)  # before the control, whose first refit begins a new encoder epoch
         if control:
             _say("4/5", "control: a few steps with learning rate 0, where nothing may move")
             _control(run_dir, recipe)
@@ -105,13 +105,7 @@ def _control(run_dir: Path, recipe: Recipe) -> None:
     run_control(run_dir, recipe, console)
 
 
-def _save_counters(run_dir: Path) -> None:
-    from omnifleet.cli.demo_report import save_counters
-
-    save_counters(run_dir)
-
-
 def _report(run_dir: Path, recipe: Recipe, began: float) -> str:
-    from omnifleet.cli.demo_report import write_report  # draws: not for every command to load
+    from omnifleet.cli.demo_report import write_demo_report
 
-    return asyncio.run(write_report(run_dir, recipe, time.monotonic() - began))
+    return write_demo_report(run_dir, recipe, time.monotonic() - began)

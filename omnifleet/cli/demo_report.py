@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from omnifleet.auth import Scope
 from omnifleet.cli.control import control_dir
-from omnifleet.cli.status import ask_service
-from omnifleet.cli.where import secret, service
-from omnifleet.client.media import MediaClient
+from omnifleet.cli.report import write_report
 from omnifleet.config.recipe import Recipe
-from omnifleet.errors import OmnifleetError
-from omnifleet.report.curves import draw_curves
-from omnifleet.report.page import Check, sample_digests, write_page
-from omnifleet.report.pictures import to_png
+from omnifleet.report.facts import Check
 from omnifleet.report.records import RunRecords, read_mapping, read_run
-from omnifleet.service import read_records
-from omnifleet.types import Digest, MediaKind, MediaRef
 
 MIN_END, MIN_RISE, MAX_BLIND, MAX_CONTROL, MAX_TMPE, MIN_REFITS = 0.75, 0.2, 0.5, 0.05, 1.02, 20
 
 
-async def write_report(run_dir: Path, recipe: Recipe, seconds: float) -> str:
-    """Write curves.png and report.html into the run's folder; returns what to print at the end."""
+def write_demo_report(run_dir: Path, recipe: Recipe, seconds: float) -> str:
+    """Write curves.png, report.html and checks.json into the run's folder; returns what to print at the end."""
     run = read_run(run_dir)
     counters = {name: float(value) for name, value in read_mapping(run_dir / "counters.json").items()}
     checks = demo_checks(run, recipe, read_mapping(control_dir(run_dir) / "summary.json"), counters)
-    curves = draw_curves(run, run_dir / "curves.png")
-    page = write_page(
-        run,
-        run_dir / "report.html",
-        curves=curves,
-        subtitle=_subtitle(run, recipe, seconds),
-        checks=checks,
-        pictures=await _pictures(run_dir, run),
-        counters=counters,
+    written = write_report(
+        run_dir, recipe, subtitle=_subtitle(run, recipe, seconds), checks=checks, counters=counters
     )
     (run_dir / "checks.json").write_text(json.dumps([asdict(check) for check in checks], indent=1))
-    return "\n".join([*(_line(check) for check in checks), f"report: {page}", f"curves: {curves}"])
+    return "\n".join(
+        [*(_line(check) for check in checks), f"report: {written.page}", f"curves: {written.curves}"]
+    )
 
 
 def demo_checks(
@@ -130,31 +116,6 @@ def media_checks(counters: dict[str, float]) -> list[Check]:
             + " (the encoder is frozen: one epoch)",
         ),
     ]
-
-
-def save_counters(run_dir: Path) -> None:
-    """Write counters.json: what every service and worker has counted so far."""
-    (run_dir / "counters.json").write_text(json.dumps(asyncio.run(read_counters(run_dir)), indent=1))
-
-
-async def read_counters(run_dir: Path) -> dict[str, float]:
-    """Counters of media, gateway, reward and every worker, as "<who> <name>"; payloads of boundaries are left out."""
-    merged: dict[str, float] = {}
-    for name in sorted(read_records(run_dir)):
-        counters = (await ask_service(run_dir, name)).get("counters", {})
-        merged |= {f"{name} {key}": float(value) for key, value in counters.items() if "/" not in key}
-    return merged
-
-
-async def _pictures(run_dir: Path, run: RunRecords) -> dict[str, bytes]:
-    pictures: dict[str, bytes] = {}
-    async with MediaClient.open(service(run_dir, "media").grpc, secret(run_dir, Scope.OPERATOR)) as media:
-        for digest in sample_digests(run.samples):
-            try:
-                pictures[digest] = to_png(await media.frame(MediaRef(MediaKind.IMAGE, Digest(digest))))
-            except OmnifleetError:
-                continue  # evicted since: the row is shown without its picture
-    return pictures
 
 
 def _subtitle(run: RunRecords, recipe: Recipe, seconds: float) -> str:

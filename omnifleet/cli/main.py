@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import omnifleet
-from omnifleet.cli import config, demo, fleet, run
+from omnifleet.cli import config, demo, fleet, report, run
 from omnifleet.errors import OmnifleetError, Reason
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
 [bold]First time:[/bold] `omnifleet demo` trains a tiny model on this machine's CPU and shows the reward rise.
 
 [bold]A run:[/bold] `omnifleet train RECIPE` starts what is not up, trains, and can be stopped and resumed at any time.
-Beside it, in another terminal: `omnifleet status`, `omnifleet fleet list|scale|drain`, `omnifleet logs`.
+Beside it, in another terminal: `omnifleet status`, `omnifleet fleet list|scale|drain`, `omnifleet logs`, `omnifleet report`.
 
 [bold]One service alone:[/bold] `omnifleet media|reward|gateway|rollout|trainer serve --help`.""",
 )
@@ -44,6 +44,7 @@ def root(
 
 
 run.add_to(app)
+report.add_to(app)
 demo.add_to(app)
 app.add_typer(fleet.app, name="fleet")
 app.add_typer(config.app, name="config")

@@ -203,7 +203,7 @@ def train(
     ] = False,
     engine: EngineOption = "vllm",
 ) -> None:
-    """Train a recipe: start what is not up, resume from the newest checkpoint, show progress.
+    """Train a recipe: start what is not up, resume from the newest checkpoint, show progress, write a report at the end.
 
     Ctrl-C checkpoints and stops; the same command goes on from there.
     """
@@ -220,6 +220,8 @@ def train(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
     try:
         finished = watch_training(run_dir, loaded.trainer.steps, console)
+        if finished:
+            _write_report(run_dir, loaded)  # while its services are up
     except KeyboardInterrupt:
         console.print("stopping: the trainer ends its step and writes a checkpoint")
         finished = False
@@ -235,6 +237,16 @@ def train(
         console.print(f"stopped {at}; the same command goes on from there", highlight=False)
         failure = read_state(run_dir).get("failure", "")
         raise typer.Exit(1 if failure else 130)
+
+
+def _write_report(run_dir: Path, recipe: Recipe) -> None:
+    """A run that trained well has not failed because nobody could draw it."""
+    from omnifleet.cli.report import write_report
+
+    try:
+        console.print(f"report: {write_report(run_dir, recipe).page}", soft_wrap=True, highlight=False)
+    except (OmnifleetError, OSError) as error:
+        console.print(f"no report: {error}; try `omnifleet report {run_dir}`", markup=False, soft_wrap=True)
 
 
 def _is_done(recipe: Recipe) -> bool:

@@ -11,7 +11,8 @@ import pytest
 from omnifleet.cli.demo_report import demo_checks, media_checks
 from omnifleet.config import load_recipe
 from omnifleet.report.curves import draw_curves
-from omnifleet.report.page import Check, paired_samples, write_page
+from omnifleet.report.facts import Check, Fact, ledger_facts, run_checks, training_facts
+from omnifleet.report.page import paired_samples, write_page
 from omnifleet.report.records import RunRecords, read_run
 
 RECIPE = load_recipe("cpu-tiny")
@@ -111,15 +112,75 @@ def test_page_and_curves_are_written_and_text_is_escaped(tmp_path: Path) -> None
     assert run.series("reward") == ([0.0, 1.0, 2.0], [0.0, 0.1, 0.9]), "the last record of a step counts"
     curves = draw_curves(run, tmp_path / "curves.png")
     assert curves.read_bytes().startswith(b"\x89PNG")
-    checks = [Check("1 < 2", True, "<b>")]
     page = write_page(
         run,
         tmp_path / "r.html",
         curves=curves,
         subtitle="s",
-        checks=checks,
+        checks=[Check("1 < 2", True, "<b>")],
+        ledger=LEDGER,
         pictures={"d": b"p"},
-        counters={"x": 1.0},
+        counters={"media bytes_received": 2000.0, "media puts": 3.0},
     )
     text = page.read_text()
-    assert "0.55 → 0.85" in text and "&lt;answer&gt;1.0&lt;/answer&gt;" in text and "<b>" not in text
+    assert "0.50 → 0.50" in text and "&lt;answer&gt;1.0&lt;/answer&gt;" in text and "<b>" not in text
+    assert "2.0 kB" in text and "uploads" in text and "bytes_received" not in text
+    assert "at step 2" in text and "are not shown" not in text
+
+
+# ------------------------------------------------------------------ any run
+
+
+LEDGER = {"attempts": 9, "consumed": 8, "consumed_twice": 0, "expired": 0, "lost": 0}
+
+
+def test_every_run_is_asked_whether_a_reply_counted_twice_and_whether_the_engines_agreed() -> None:
+    run = RunRecords("t", [{"step": 1, "tmpe": 1.01}, {"step": 2, "tmpe": 1.04}], [], {})
+    assert [check.ok for check in run_checks(run, LEDGER)] == [True, True]
+    apart = RunRecords("t", [*run.steps, {"step": 3, "tmpe": 1.05}], [], {})
+    assert [check.ok for check in run_checks(apart, LEDGER)] == [False, True]
+    for fault in ("consumed_twice", "lost"):
+        assert [check.ok for check in run_checks(run, {**LEDGER, fault: 1})] == [True, False]
+    assert run_checks(RunRecords("t", [], [], {}), {}) == [], "what nobody measured is not claimed"
+
+
+def test_the_ledger_is_told_in_words_and_zeros_only_where_they_matter() -> None:
+    assert ledger_facts(LEDGER) == [
+        Fact("9", "attempts at them"),
+        Fact("8", "replies trained on"),
+        Fact("0", "replies trained on twice"),
+        Fact("0", "prompts lost"),
+    ]
+
+
+def test_facts_of_training_are_sums_over_its_steps() -> None:
+    row = {"reward": 0.5, "step_s": 60.0, "wait_s": 15.0, "response_tokens": 1000.0, "groups": 4.0}
+    steps = [{"step": 0, "refit_in_flight": 0.0}]
+    steps += [{"step": i, **row, "zero_signal_groups": 1.0, "refit_in_flight": 2.0} for i in (1, 2)]
+    told = [f"{fact.value} {fact.words}" for fact in training_facts(RunRecords("t", steps, [], {}))]
+    assert told == [
+        "2 steps",
+        "2 min 00 s in them, 25% of it waiting for replies",
+        "2,000 tokens of replies trained",
+        "3 refits, 2 while replies were being written",
+        "25% of groups had equal rewards and taught nothing",
+    ]
+    assert training_facts(RunRecords("t", steps[:1], [], {})) == []
+
+
+def test_a_run_that_has_only_begun_shows_one_column_and_says_what_was_not_measured(tmp_path: Path) -> None:
+    begun = RunRecords("t", [{"step": 0, "heldout_reward": 0.5}], [sample(0, "a", 0.2)], {})
+    page = write_page(
+        begun,
+        tmp_path / "r.html",
+        curves=draw_curves(begun, tmp_path / "c.png"),
+        subtitle="",
+        checks=[],
+        ledger={},
+        pictures={},
+        counters={},
+    ).read_text()
+    assert "held-out reward 0.50 before training" in page and "→" not in page
+    assert page.count("<th>reward</th>") == 1 and "1 pictures are not shown" in page
+    for absent in ("Can this be trusted?", "Ledger", "Counted by the services", "Training"):
+        assert f"<h2>{absent}" not in page
