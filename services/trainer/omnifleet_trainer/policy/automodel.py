@@ -22,14 +22,15 @@ from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import automodel as compat
 from omnifleet_trainer.objectives.logprobs import hidden_logprobs
-from omnifleet_trainer.policy.families.qwen import family_of
+from omnifleet_trainer.policy.families.registry import family_of
 from omnifleet_trainer.policy.flops import FlopsModel
-from omnifleet_trainer.policy.folder import read_folder
+from omnifleet_trainer.policy.folder import stored
 from omnifleet_trainer.policy.group import ALONE, Place, start_group
 from omnifleet_trainer.policy.head import PlainHead, plain_head
+from omnifleet_trainer.policy.held import held_by
 from omnifleet_trainer.policy.lora import Adapters, adapters_of, write_adapters
 from omnifleet_trainer.policy.mismatch import OnMismatch
-from omnifleet_trainer.policy.names import checkpoint_shapes, matching, source_names
+from omnifleet_trainer.policy.names import checkpoint_files, checkpoint_shapes, matching
 from omnifleet_trainer.policy.optimizer import Optimizer
 from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.rank import RankPolicy
@@ -38,8 +39,6 @@ from omnifleet_trainer.policy.replay import Routers
 from omnifleet_trainer.policy.sharded import enter, make_enterable
 from omnifleet_trainer.policy.shards import own, spread, whole
 from omnifleet_trainer.policy.vision import Vision
-
-_ENCODER = ("model.visual.", "visual.")
 
 
 class AutoModelPolicy(RankPolicy):
@@ -97,17 +96,23 @@ class AutoModelPolicy(RankPolicy):
             recompute_layers(self._model)
         if place.world > 1:
             make_enterable(self._model)
-        self._names = source_names(self._model, shapes)
+        self._family = family_of(self._model)
+        self._shapes, passive = shapes, self._family.passive
+        self._held = held_by(self._model, shapes, fixed=self._family.fixed, passive=passive)
+        self._passive = sorted(set(shapes) - self._held.all_sources(self._held.names))
         parameters = dict(self._model.named_parameters())
         self._adapters = None if trainer.lora is None else Adapters(self._model, trainer.lora, seed=seed)
-        trains = None if self._adapters is None else self._adapters.parameters
+        known = [name for name in parameters if name in self._held]
+        trains = set(known) - self._held.frozen(known, frozen)
+        if self._adapters is not None:
+            trains = set(self._adapters.parameters)
         for name, parameter in parameters.items():
-            parameter.requires_grad_(self._names[name] not in frozen if trains is None else name in trains)
-        trainable = trains or {self._names[name]: p for name, p in parameters.items() if p.requires_grad}
-        self._trainable = trainable
-        self._optimizer = Optimizer(trainable, trainer.optimizer)
-        self.encoder_trains = any(p.requires_grad for name, p in parameters.items() if _is_encoder(name))
-        self._family = family_of(self._model)
+            parameter.requires_grad_(name in trains)
+        self._trainable = {name: p for name, p in parameters.items() if name in trains}
+        self._optimizer = Optimizer(
+            self._trainable, trainer.optimizer, held=self._held if self._adapters is None else None
+        )
+        self.encoder_trains = any(name.startswith(self._family.encoder) for name in trains)
         self._vision = Vision(
             self._family,
             frozen=not self.encoder_trains,
@@ -116,7 +121,7 @@ class AutoModelPolicy(RankPolicy):
         )
         self._chunk = trainer.logprob_chunk or 0
         self._head = enter(self._model, lambda: plain_head(self._model)) if self._chunk else None
-        self._flops = FlopsModel.of(self._model, _ENCODER)
+        self._flops = FlopsModel.of(self._model, self._family.encoder)
         self._routers = Routers(self._model)
         self._remember_reference()
 
@@ -140,16 +145,19 @@ class AutoModelPolicy(RankPolicy):
         }
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Policy`; the dtype is `trainer.dtype`. Of spread weights one is whole at a time, on every rank."""
+        """See `Policy`; the dtype is `trainer.dtype`, of what is no weight its own. Of spread weights one is whole at a
+        time, on every rank."""
         dtype = getattr(torch, self._trainer.dtype)
+        weights = self._held.all_sources(n for n, _ in self._model.named_parameters() if n in self._held)
         for name, tensor in self._state():
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            yield name, tensor.to(dtype) if name in weights else tensor
 
     def trainable_names(self) -> set[str]:
         """See `Policy`; with adapters, the weights that they are added to."""
-        if self._adapters is None:
-            return super().trainable_names()
-        return {source for name, source in self._names.items() if self._adapters.adapts(name)}
+        adapters = self._adapters
+        if adapters is None:
+            return self._held.all_sources(self._trainable)
+        return self._held.all_sources(name for name in self._held.names if adapters.adapts(name))
 
     def snapshot(self) -> Callable[[Path], None]:
         """See `Policy`; adapters are written beside what they are added to."""
@@ -176,21 +184,16 @@ class AutoModelPolicy(RankPolicy):
         self._peers.together(lambda: self._load(folder))
 
     def _load(self, folder: Path) -> None:
-        state = {
-            self._names[name]: tensor
-            for name, tensor in self._model.state_dict().items()
-            if name in self._names
-        }
-        stored = checkpoint_shapes(folder / "policy")
-        if {name: tuple(tensor.shape) for name, tensor in state.items()} != stored:
+        if checkpoint_shapes(folder / "policy") != self._shapes:
             raise OmnifleetError(
                 Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
             )
         if self._adapters is not None:
             self._adapters.load(folder)
-        with torch.no_grad():
-            for name, tensor in read_folder(folder / "policy") if self._adapters is None else ():
-                own(state[name]).copy_(own(spread(tensor, state[name])))
+        with torch.no_grad(), stored(checkpoint_files(folder / "policy")) as read:
+            for name, tensor in self._model.state_dict().items() if self._adapters is None else ():
+                if name in self._held:
+                    own(tensor).copy_(own(spread(self._held.rebuilt(name, read), tensor)))
         self._optimizer.load(folder / "optimizer")
         self._vision.clear()
 
@@ -257,20 +260,20 @@ class AutoModelPolicy(RankPolicy):
         return norm
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._model.state_dict().items():
-            if name in self._names:
-                weight = tensor.detach()
-                merged = whole(weight) if self._adapters is None else self._adapters.merged(name, weight)
-                yield self._names[name], merged
+        state, adapters = self._model.state_dict(), self._adapters
+
+        def merged(name: str) -> Tensor:
+            weight = state[name].detach()
+            return whole(weight) if adapters is None else adapters.merged(name, weight)
+
+        yield from self._held.collected((name for name in state if name in self._held), merged)
+        with stored(checkpoint_files(self._source)) as read:
+            yield from ((name, read(name)) for name in self._passive)
 
     def _move(self, device: torch.device) -> None:
         self._model.to(device)
         self._vision.clear()
         self._optimizer.move(device)
-
-
-def _is_encoder(name: str) -> bool:
-    return name.startswith(_ENCODER)
 
 
 def _build(source: Path, trainer: TrainerConfig) -> tuple[Any, Any]:

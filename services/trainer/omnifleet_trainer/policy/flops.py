@@ -13,6 +13,8 @@ from typing import Any
 
 from omnifleet_trainer.batch.samples import StepBatch
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass(frozen=True, slots=True)
 class FlopsModel:
@@ -30,11 +32,11 @@ class FlopsModel:
     def of(cls, model: Any, encoder: Sequence[str]) -> FlopsModel:
         """Of a transformers model; encoder: prefixes of its vision tower's parameter names."""
         config = getattr(model.config, "text_config", None) or model.config
-        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+        experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
         chosen = config.num_experts_per_tok / experts if experts else 1.0
         decoder = tower = trained = 0.0
         for name, weight in model.named_parameters():
-            if weight.ndim < 2 or "embed_tokens" in name:
+            if weight.ndim < 2 or "embed_tokens" in name or name.endswith("model.embeddings.weight"):
                 continue
             size = weight.numel() * (chosen if ".experts." in name else 1.0)
             if name.startswith(tuple(encoder)):
@@ -50,7 +52,9 @@ class FlopsModel:
                 config.vocab_size * config.hidden_size * model.get_output_embeddings().weight.requires_grad
             )
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        attention = config.num_hidden_layers * config.num_attention_heads * head
+        layers = getattr(config, "layers_block_type", None)  # of a hybrid, some are attention
+        count = layers.count("full_attention") if layers else config.num_hidden_layers
+        attention = count * config.num_attention_heads * head
         return cls(decoder, tower, trained / decoder if decoder else 0.0, float(attention))
 
     def of_step(self, batch: StepBatch, *, passes: int, patches: int, tower_trains: bool) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -63,6 +64,15 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, "pt") as stored:
             for name in sorted(stored.keys()):
                 yield name, stored.get_tensor(name)
+
+
+@contextmanager
+def stored(files: Iterable[Path]) -> Iterator[Callable[[str], Tensor]]:
+    """Inside, the tensors of safetensors files by name, each read when it is asked for. Raises KeyError for another name."""
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(path, "pt")) for path in files]
+        places = {name: one for one in opened for name in one.keys()}  # noqa: SIM118
+        yield lambda name: places[name].get_tensor(name)
 
 
 def _written(

@@ -32,7 +32,8 @@ def plain_head(model: Any) -> PlainHead:
 
     Raises UNSUPPORTED if it is more (a bias, a scale, a soft cap), or cannot be found.
     """
-    body, head = getattr(model, "model", None), model.get_output_embeddings()
+    inner = model if getattr(model, "model", None) is not None else getattr(model, "language_model", model)
+    body, head = getattr(inner, "model", None), inner.get_output_embeddings()
     if body is None or head is None or getattr(head, "bias", None) is not None:
         raise _refused(model, "has no head of its own that is a matrix alone")
     ids = torch.arange(4, device=next(head.parameters()).device)[None]

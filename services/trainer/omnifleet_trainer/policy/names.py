@@ -1,4 +1,4 @@
-"""Names of weights: the model's own, and those of the Hugging Face checkpoint that everybody else uses."""
+"""Names of weights in a Hugging Face checkpoint, which everybody uses; `held.py` says where the model has them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
@@ -54,35 +53,6 @@ def _refuse_legacy(names: Iterable[str], folder: Path) -> None:
             "layout with the release that wrote it, and give that folder",
             knob="model.path",
         )
-
-
-def source_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
-    """Model name -> checkpoint name, for every tensor of the checkpoint.
-
-    transformers 5 renames while it loads; the renaming is undone by its own `revert_weight_conversion`. A tied head
-    that the checkpoint does not store is left out. Raises OmnifleetError(UNSUPPORTED) if the two sides do not hold
-    the same tensors: a refit would then be incomplete.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    live = {id(tensor): name for name, tensor in state.items()}
-    names: dict[str, str] = {}
-    for source, tensor in revert_weight_conversion(model, dict(state)).items():
-        name = live.get(id(tensor))
-        if name is not None and source in shapes and tuple(tensor.shape) == shapes[source]:
-            names[name] = source
-    tied = getattr(model, "_tied_weights_keys", None) or {}
-    missing = sorted(set(shapes) - set(names.values()))
-    extra = sorted(set(state) - set(names) - set(tied))
-    if missing or extra:
-        raise OmnifleetError(
-            Reason.UNSUPPORTED,
-            f"{type(model).__name__} and its checkpoint hold different tensors: only in the checkpoint "
-            f"{missing[:_SHOWN]}, only in the model {extra[:_SHOWN]}",
-            knob="model.path",
-        )
-    return names
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
 from omnifleet.config.recipe import OptimizerConfig
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_trainer.policy.shards import Kept, spread
+from omnifleet_trainer.policy.folder import stored
+from omnifleet_trainer.policy.held import Held
+from omnifleet_trainer.policy.shards import Kept, spread, whole
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -29,9 +31,11 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         adam: torch.optim.Optimizer | None = None,
+        held: Held | None = None,
     ) -> None:
-        """adam: an AdamW over the same weights, if a library has built one."""
-        self._weights, self._config = dict(weights), config
+        """adam: an AdamW over the same weights, if a library has built one. held: how the tensors that the state is stored
+        by lie in `weights`; None = one in each, of the same name."""
+        self._weights, self._config, self._held = dict(weights), config, held
         self._adam = adam or torch.optim.AdamW(
             list(self._weights.values()),
             lr=config.lr,
@@ -69,30 +73,49 @@ class Optimizer:
         """
         kept = kept or Kept()
         tensors: dict[str, Tensor] = {}
-        updates: dict[str, float] = {}
-        for name, weight in self._weights.items():
-            if state := self._adam.state.get(weight):
-                for moment in MOMENTS:
-                    if (copy := kept(state[moment])) is not None:
-                        tensors[f"{moment}/{name}"] = copy
-                updates[name] = float(state["step"])
+        states = {
+            name: state for name, weight in self._weights.items() if (state := self._adam.state.get(weight))
+        }
+        for moment in MOMENTS:
+            for name, tensor in self._collected(states, moment):
+                if (copy := kept(tensor)) is not None:
+                    tensors[f"{moment}/{name}"] = copy
+        updates = {
+            source: float(state["step"]) for name, state in states.items() for source in self._sources(name)
+        }
         body = json.dumps({"kind": "adamw", "steps": self.steps, "updates": updates}, sort_keys=True)
         return lambda folder: write_moments(folder, tensors, body, kept)
 
     def load(self, folder: Path) -> None:
         """Restore what `snapshot` wrote, on however many ranks. Raises OmnifleetError(CORRUPT) if it is of other weights."""
-        body = check_moments(folder, set(self._weights))
+        body = check_moments(folder, {source for name in self._weights for source in self._sources(name)})
+        updates = body["updates"]
         self._adam.state.clear()
-        for name, updates in body["updates"].items():
-            self._adam.state[self._weights[name]] = {"step": torch.tensor(updates)}
-        for moment, name, tensor in read_moments(folder):
-            weight = self._weights[name]
-            if tensor.shape != weight.shape:
-                raise OmnifleetError(
-                    Reason.CORRUPT, f"{folder} has optimiser state of another shape for {name}"
-                )
-            self._adam.state[weight][moment] = spread(tensor, weight.detach())
+        with stored(moment_files(folder)) as read:
+            for name, weight in self._weights.items():
+                if not any(source in updates for source in self._sources(name)):
+                    continue
+                state = {"step": torch.tensor(updates[self._sources(name)[0]])}
+                for moment in MOMENTS:
+                    tensor = self._rebuilt(name, partial(_moment, read, moment))
+                    if tensor.shape != weight.shape:
+                        raise OmnifleetError(
+                            Reason.CORRUPT, f"{folder} has optimiser state of another shape for {name}"
+                        )
+                    state[moment] = spread(tensor, weight.detach())
+                self._adam.state[weight] = state
         self.steps = int(body["steps"])
+
+    def _sources(self, name: str) -> list[str]:
+        return [name] if self._held is None else self._held.sources(name)
+
+    def _collected(self, states: Mapping[str, Any], moment: str) -> Iterator[tuple[str, Tensor]]:
+        if self._held is None:
+            return ((name, state[moment]) for name, state in states.items())
+        return self._held.collected(states, lambda name: whole(states[name][moment]))
+
+    def _rebuilt(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        return read(name) if self._held is None else self._held.rebuilt(name, read)
 
     def move(self, device: torch.device) -> None:
         """Carry the state to `device`; the step counters stay on the host, where AdamW wants them."""
@@ -123,10 +146,13 @@ def check_moments(folder: Path, known: set[str]) -> dict[str, Any]:
     return body
 
 
-def read_moments(folder: Path) -> Iterator[tuple[str, str, Tensor]]:
-    """(moment, weight's name, tensor), one at a time, of however many ranks wrote them."""
-    for path in sorted(folder.glob("moments*.safetensors")):
-        with safe_open(path, "pt") as stored:
-            for key in stored.keys():  # noqa: SIM118
-                moment, _, name = key.partition("/")
-                yield moment, name, stored.get_tensor(key)
+def _moment(read: Callable[[str], Tensor], moment: str, name: str) -> Tensor:
+    try:
+        return read(f"{moment}/{name}")
+    except KeyError:
+        raise OmnifleetError(Reason.CORRUPT, f"the optimiser's state lacks {moment} of {name}") from None
+
+
+def moment_files(folder: Path) -> list[Path]:
+    """What the ranks have written, however many they were."""
+    return sorted(folder.glob("moments*.safetensors"))

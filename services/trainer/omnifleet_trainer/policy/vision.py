@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from omnifleet.types import Digest
-from omnifleet_trainer.batch.collate import MicroBatch, grid_of, is_clip, patches_of
+from omnifleet_trainer.batch.collate import MicroBatch, grid_of, is_clip
 from omnifleet_trainer.batch.samples import Segment
-from omnifleet_trainer.policy.families.port import Family, Layout
+from omnifleet_trainer.policy.families.port import Family, Layout, arranged
 
 
 class FeatureCache:
@@ -112,17 +112,18 @@ class Vision:
         missing = [key for key in distinct if found[key] is None]
         self.references += len(media)
         self.encoded += len(missing)
-        self.patches += sum(len(patches_of(segments[key])) for key in missing)
         self.cached += len(distinct) - len(missing)
         ready = {key: features for key, features in found.items() if features is not None}
         if not missing:
             return ready
-        pixels = np.concatenate([patches_of(segments[key]) for key in missing])
-        grids = [torch.tensor(grid_of(segments[key])) for key in missing]
+        pixels, grids = (
+            torch.from_numpy(a).to(device) for a in arranged(self._family, [segments[k] for k in missing])
+        )
+        self.patches += len(pixels)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            encoded = self._family.encode(torch.from_numpy(pixels).to(device), torch.cat(grids).to(device))
+            encoded = self._family.encode(pixels, grids)
         assert self.contract is not None
-        sizes = [int(grid.prod(-1).sum()) // self.contract.merge**2 for grid in grids]
+        sizes = [int(grid_of(segments[key]).prod(-1).sum()) // self.contract.merge**2 for key in missing]
         for key, piece in zip(missing, torch.split(encoded, sizes), strict=True):
             ready[key] = piece
             if self.frozen:

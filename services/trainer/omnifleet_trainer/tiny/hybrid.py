@@ -121,9 +121,11 @@ def _widen(model: torch.nn.Module) -> None:
 
 
 def _as_published(folder: Path, pattern: str) -> None:
-    """Drop what the published checkpoint lacks; add settings that its own code and vLLM read."""
+    """Drop what the published checkpoint lacks; add settings and constants that its own code and vLLM read, or pass over."""
     tensors = load_file(folder / "model.safetensors")
     kept = {name: t for name, t in tensors.items() if not any(part in name for part in _NOT_PUBLISHED)}
+    for name, values in (("norm_mean", MEAN), ("norm_std", STD)):
+        kept[f"vision_model.radio_model.input_conditioner.{name}"] = torch.tensor(values).view(3, 1, 1)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
     body: dict[str, Any] = json.loads(path.read_text())

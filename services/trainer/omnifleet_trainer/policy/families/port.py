@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from omnifleet_trainer.batch.collate import MediaContract, MicroBatch
+from omnifleet_trainer.batch.collate import MediaContract, MicroBatch, grid_of, patches_of
+from omnifleet_trainer.batch.samples import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +55,22 @@ class Family(Protocol):
     def mixed(self, micro: MicroBatch, embeds: Tensor, features: Tensor, layout: Layout) -> dict[str, Any]:
         """Forward arguments of a micro-batch with media; features [features, W] in prompt order."""
         ...
+
+
+@runtime_checkable
+class Arranging(Protocol):
+    """A family whose segments are not patches and grids already."""
+
+    def arranged(self, segments: Sequence[Segment]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """What `encode` takes of these media: patches [P, C] and a row of grids for each."""
+        ...
+
+
+def arranged(
+    family: Family, segments: Sequence[Segment]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """What `encode` takes of these media: patches [P, C] and grids [items, 3], item after item."""
+    if isinstance(family, Arranging):
+        return family.arranged(segments)
+    patches = np.concatenate([patches_of(segment) for segment in segments])
+    return patches, np.concatenate([grid_of(segment) for segment in segments])

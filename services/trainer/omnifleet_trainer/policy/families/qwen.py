@@ -21,6 +21,12 @@ class TextModel:
     """A model without media, and what all families of transformers share. body: the model without its head."""
 
     contract: MediaContract | None = None
+    encoder: tuple[str, ...] = ("model.visual.", "visual.")
+    """Prefixes of the weights that features of media depend on, in the model."""
+    fixed: tuple[str, ...] = ()
+    """Patterns of the model's weights that no checkpoint holds; they never train."""
+    passive: tuple[str, ...] = ()
+    """Patterns of a checkpoint's tensors that no model holds; they are handed on as they are."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -114,25 +120,6 @@ class Qwen3VL(Qwen2VL):
             "visual_pos_masks": micro.token_types != TEXT,
             "deepstack_visual_embeds": inner,
         }
-
-
-FAMILIES: dict[str, type[Qwen2VL]] = {
-    "qwen2_vl": Qwen2VL,
-    "qwen2_5_vl": Qwen2VL,
-    "qwen3_vl": Qwen3VL,
-    "qwen3_vl_moe": Qwen3VL,
-}
-"""By model_type of the config."""
-
-
-def family_of(model: Any) -> TextModel:
-    """The adapter of a transformers model. Raises OmnifleetError(UNSUPPORTED) for another vision family."""
-    if getattr(model.config, "vision_config", None) is None:
-        return TextModel(model)
-    family = FAMILIES.get(model.config.model_type)
-    if family is None:
-        raise unknown_family(model.config.model_type, "automodel", FAMILIES)
-    return family(model)
 
 
 def unknown_family(model_type: str, backend: str, known: Any) -> OmnifleetError:
