@@ -15,7 +15,7 @@ class ParallelConfig(StrictModel):
     tp: int = Field(1, ge=1)
     """Tensor: ranks that share each layer. megatron only."""
     pp: int = Field(1, ge=1)
-    """Pipeline: ranks that hold other layers. No backend has it yet."""
+    """Pipeline: stages of ranks that hold other layers. megatron only."""
     ep: int = Field(1, ge=1)
     """Experts: ranks, of those of dp, that share the experts of a mixture. megatron only."""
     cp: int = Field(1, ge=1)
@@ -31,6 +31,16 @@ class ParallelConfig(StrictModel):
     def world(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def together(self) -> int:
+        """Neighbouring ranks of one stage that hold the same samples."""
+        return self.tp * self.cp
+
+    def data_rank(self, rank: int) -> int:
+        """Whose samples rank `rank` holds. Neighbours are of one tensor-parallel group, then of data, last of stages:
+        what talks most lies closest."""
+        return rank // self.together % self.dp
 
     def refused(self, backend: str) -> tuple[str, str] | None:
         """(field, why) of a size that `backend` does not have, or that fits no other; None if all is well."""
@@ -51,15 +61,10 @@ class ParallelConfig(StrictModel):
                 "cp",
                 "context parallelism needs Transformer Engine, which no policy here is built on: set cp = 1",
             )
-        if self.pp > 1:
-            return (
-                "pp",
-                "media are fed to the first layers from outside, which no pipeline here does: set pp = 1",
-            )
         if backend == "fake" and self.world > 1:
             return "dp", "the fake policy computes nothing: set every size to 1"
         if backend == "automodel":
-            for name in ("tp", "ep"):
+            for name in ("tp", "pp", "ep"):
                 if getattr(self, name) > 1:
                     return (
                         name,

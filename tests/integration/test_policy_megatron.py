@@ -23,6 +23,7 @@ from omnifleet_trainer.policy.automodel import AutoModelPolicy
 from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.policy.megatron import MegatronPolicy
 from omnifleet_trainer.policy.packing import Packing
+from omnifleet_trainer.policy.passes import OneByOne
 from omnifleet_trainer.policy.step import train_step
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from omnifleet_trainer.tiny.mixture import write_mixture
@@ -115,7 +116,9 @@ def plain_training(source: Path, batch: StepBatch, steps: int) -> tuple[list[Any
     rows = []
     for step in range(steps):
         adam.param_groups[0]["lr"] = 1e-3 * (0.1 + 0.9 * min(step / 2, 1))
-        metrics = train_step(batch, [micros], objective=ObjectiveConfig(), forward=forward, update=update)
+        metrics = train_step(
+            batch, [micros], objective=ObjectiveConfig(), schedule=OneByOne(forward), update=update
+        )
         rows.append((metrics["loss"], metrics["grad_norm"]))
     return before, rows
 

@@ -1,4 +1,4 @@
-"""Megatron over two ranks: tensor parallel, experts, and data with the optimiser spread; the same numbers as one."""
+"""Megatron over ranks: tensor parallel, experts, stages, and data with the optimiser spread; the same numbers as one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.policy.world import WorldPolicy
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+from omnifleet_trainer.tiny.families import Family
 from omnifleet_trainer.tiny.mixture import write_mixture
 from tests.integration.family_world import batch_for
 from tests.integration.rank_world import equal, history, opened
@@ -28,9 +29,13 @@ pytestmark = [pytest.mark.heavy, pytest.mark.soak]
             "mixture", {"dp": 2, "ep": 2, "distributed_optimizer": True}, {}, marks=pytest.mark.soak
         ),
         pytest.param("qwen2_5_vl", {"tp": 2}, {"packing": False}, marks=pytest.mark.soak),
+        ("tied", {"pp": 2}, {"packing": False}),
+        ("qwen3_vl", {"pp": 2}, {"freeze": ("model.visual.*",)}),
+        ("mixture", {"pp": 2}, {"objective": {"kl_coefficient": 0.1}}),
+        ("qwen2_5_vl", {"pp": 2, "tp": 2, "distributed_optimizer": True}, {"recompute": True}),
     ],
 )
-def test_two_ranks_train_as_one(
+def test_ranks_train_as_one(
     model: str, parallel: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """And go on from a checkpoint of one, optimiser state included: it is by the checkpoint's names."""
@@ -38,7 +43,8 @@ def test_two_ranks_train_as_one(
     if model == "mixture":
         write_mixture(source)
     else:
-        write_checkpoint(source, family="qwen2_5_vl")
+        family: Family = "qwen3_vl" if model == "qwen3_vl" else "qwen2_5_vl"
+        write_checkpoint(source, family=family, tie_embeddings=model == "tied")
     one = opened(source, backend="megatron", **changes)
     try:
         alone = history(one, source, tmp_path / "one")
@@ -63,6 +69,13 @@ def test_two_ranks_train_as_one(
             assert resumed[name] == pytest.approx(alone.then[name], rel=1e-4), name
     finally:
         one.close()
+
+
+def test_stages_that_the_model_does_not_fill_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family="qwen2_5_vl", layers=3)
+    with pytest.raises(OmnifleetError, match="num_hidden_layers") as refused:
+        opened(tmp_path, {"pp": 2}, backend="megatron")
+    assert refused.value.reason is Reason.INVALID_CONFIG and refused.value.knob == "trainer.parallel.pp"
 
 
 @pytest.mark.soak

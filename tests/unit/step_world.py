@@ -16,6 +16,7 @@ from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.batch.scored import scored
 from omnifleet_trainer.objectives.assign import step_advantages
 from omnifleet_trainer.objectives.logprobs import token_logprobs
+from omnifleet_trainer.policy.passes import OneByOne
 from omnifleet_trainer.policy.step import response_logprobs, train_step
 
 VOCABULARY = 11
@@ -51,7 +52,7 @@ class Bigrams:
             return [self.forward(micro, self.reference) for micro in micros]
 
     def logprobs(self, batch: StepBatch) -> list[np.ndarray[Any, Any]]:
-        return response_logprobs(cut(batch), len(batch.samples), self.forward)
+        return response_logprobs(cut(batch), len(batch.samples), OneByOne(self.forward))
 
     def train(
         self,
@@ -73,7 +74,7 @@ class Bigrams:
             batch,
             parts,
             objective=objective,
-            forward=self.forward,
+            schedule=OneByOne(self.forward),
             update=self.update,
             reference=reference,
             **more,

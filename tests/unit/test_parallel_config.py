@@ -11,7 +11,7 @@ def test_ranks_that_a_backend_does_not_have_are_refused_as_a_recipe() -> None:
     for sizes, words in (
         ({"tp": 2}, "shards over dp only"),
         ({"cp": 2}, "needs Transformer Engine"),
-        ({"pp": 2}, "set pp = 1"),
+        ({"pp": 2}, "shards over dp only"),
         ({"ep": 2}, "does not divide dp 1"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -19,3 +19,10 @@ def test_ranks_that_a_backend_does_not_have_are_refused_as_a_recipe() -> None:
     with pytest.raises(ValueError, match="sequence parallelism"):
         TrainerConfig.model_validate({"backend": "megatron", "parallel": {"dp": 2, "tp": 2, "ep": 2}})
     assert TrainerConfig.model_validate({"parallel": {"dp": 4}}).parallel.world == 4
+
+
+def test_neighbours_share_tensors_and_the_last_ranks_the_last_layers() -> None:
+    sizes = {"dp": 2, "tp": 2, "pp": 2}
+    parallel = TrainerConfig.model_validate({"backend": "megatron", "parallel": sizes}).parallel
+    assert parallel.world == 8 and parallel.together == 2
+    assert [parallel.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]

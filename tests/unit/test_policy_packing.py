@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from omnifleet.config.parallel import ParallelConfig
 from omnifleet.types import Digest
 from omnifleet_trainer.batch.collate import collate, idle
 from omnifleet_trainer.batch.samples import StepBatch
@@ -55,9 +56,9 @@ def test_cached_features_are_exact_bounded_and_drop_the_oldest() -> None:
 
 def test_tensor_parallel_ranks_are_sent_the_same_step() -> None:
     batch = StepBatch([sample(f"{i}", f"g{i}", prompt=3 + i) for i in range(4)], 3)
-    first, second, third = payloads(batch, [[0, 3], [1, 2]], 2)
+    first, second, third = payloads(batch, [[0, 3], [1, 2]], ParallelConfig(dp=2, tp=2))
     assert second == third and len(decode(first).samples) == 4
-    (only,) = payloads(batch, [[0, 3], [1, 2]], 1)
+    (only,) = payloads(batch, [[0, 3], [1, 2]], ParallelConfig(dp=2))
     assert only == second
 
 

@@ -16,6 +16,7 @@ from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.batch.collate import MicroBatch, idle
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.policy.mismatch import Mismatch
+from omnifleet_trainer.policy.passes import OneByOne
 from omnifleet_trainer.policy.peers import ALONE, Agreed, Peers
 from omnifleet_trainer.policy.step import train_step
 from tests.unit.step_world import Bigrams, assign, batch_of, cut
@@ -69,7 +70,7 @@ def step(
         batch,
         [micros],
         objective=objective,
-        forward=policy.forward,
+        schedule=OneByOne(policy.forward),
         update=policy.update,
         reference=reference,
         **more,

@@ -1,5 +1,5 @@
 """The policy on Megatron Bridge and megatron-core: float32, local layers, Megatron's optimiser; over ranks by data,
-tensor and expert parallelism.
+tensor, expert and pipeline parallelism.
 
 Nothing here needs Transformer Engine; see compat/megatron_layers.py for what these layers cannot do. A fused weight of
 Megatron holds several of the checkpoint (query, key and value): they train or stay fixed together.
@@ -33,14 +33,18 @@ from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.group import ALONE, Place, start_group
 from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
+from omnifleet_trainer.policy.megatron_pipeline import Pipeline
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_shapes, matching
 from omnifleet_trainer.policy.optimizer import check_moments
 from omnifleet_trainer.policy.packing import Packing
+from omnifleet_trainer.policy.passes import Schedule
 from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.rank import RankPolicy
 from omnifleet_trainer.policy.recompute import recompute_layers
-from omnifleet_trainer.policy.vision import Vision
+from omnifleet_trainer.policy.vision import Vision, layout_of
+
+_ENCODER = ("visual.", "model.visual.")
 
 
 class MegatronPolicy(RankPolicy):
@@ -95,21 +99,38 @@ class MegatronPolicy(RankPolicy):
                 recompute_layers(self._built.core)
             parameters = dict(self._built.core.named_parameters())
             self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+            self._peers = Peers(
+                index=parallel.data_rank(self._place.rank),
+                size=parallel.dp,
+                stride=parallel.together,
+                stages=parallel.pp,
+            )
+            self._training = self._trains_anywhere()
             self._optimizer = MegatronOptimizer(
                 self._trainable,
                 self._trainer.optimizer,
                 self._built,
+                training=self._training,
                 distributed=parallel.distributed_optimizer,
             )
-        self._peers = Peers(index=self._place.rank // parallel.tp, size=parallel.dp, stride=parallel.tp)
-        names = fused_names(self._built.tasks)
-        self._training = {source for name in self._trainable for source in names[name]}
-        self.encoder_trains = any(name.startswith(("visual.", "vision_model.")) for name in self._trainable)
+        self.encoder_trains = any(name.startswith(_ENCODER) for name in self._training)
         self._family = family(self._built.core, self._built.config)
         self._vision = Vision(self._family, frozen=not self.encoder_trains, cache_bytes=cache_bytes)
         if self._trainer.peak_tflops is not None:
             self._flops = _flops(self._built.config, self._training)
         self._remember_reference()
+
+    def _trains_anywhere(self) -> set[str]:
+        """Checkpoint names of what trains, on this stage or another."""
+        names = fused_names([*self._built.tasks, *self._built.copies])
+        parts = self._peers.everyone(sorted({source for name in self._trainable for source in names[name]}))
+        if not all(parts):
+            raise invalid(
+                "model.freeze leaves a stage of the pipeline nothing to train: use fewer, or freeze less",
+                knob="trainer.parallel.pp",
+                reason=Reason.INVALID_CONFIG,
+            )
+        return {name for part in parts for name in part}
 
     def describe(self) -> dict[str, str]:
         """See `Policy`."""
@@ -194,9 +215,18 @@ class MegatronPolicy(RankPolicy):
             dist.destroy_process_group()
         self._owns_group = False
 
+    def _schedule(self, batch: StepBatch) -> Schedule:
+        if self._trainer.parallel.pp == 1:
+            return super()._schedule(batch)
+        return Pipeline(self._built.model, self._forward(batch))
+
     def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
         def forward(micro: MicroBatch) -> Tensor:
-            arguments = self._vision.arguments(micro, batch.segments)
+            arguments = self._arguments(micro, batch)
+            if not self._built.core.post_process:
+                packing = Packing(micro) if self._packs else None
+                hidden: Tensor = self._family.hidden(arguments, packing)
+                return hidden
             ids = micro.input_ids[:, micro.first :]
             kept = None if micro.kept is None else micro.kept[:, micro.first :]
             if not self._packs:
@@ -207,6 +237,14 @@ class MegatronPolicy(RankPolicy):
             return packing.padded(self._logprobs(logits, packing.wanted(ids), kept))
 
         return forward
+
+    def _arguments(self, micro: MicroBatch, batch: StepBatch) -> dict[str, Any]:
+        """Of the decoder. Media are embedded on the first stage; the others need to know where they lie."""
+        if self._built.core.pre_process:
+            return self._vision.arguments(micro, batch.segments)
+        media = [batch.segments[key] for key in micro.media]
+        received: dict[str, Any] = self._family.received(micro, layout_of(media, self._device))
+        return received
 
     def _logprobs(self, logits: Tensor, ids: Tensor, kept: Tensor | None) -> Tensor:
         """[B, T] of `ids`; of tensor-parallel ranks each has logits of its part of the vocabulary."""
@@ -273,7 +311,7 @@ def _flops(config: Any, training: set[str]) -> FlopsModel:
 
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    language = any(not name.startswith(("visual.", "model.visual.")) for name in training)
+    language = any(not name.startswith(_ENCODER) for name in training)
     for name, weight in model.named_parameters():
         weight.requires_grad_(language or name.startswith("model.visual."))
     return FlopsModel.of(model, ("model.visual.",))

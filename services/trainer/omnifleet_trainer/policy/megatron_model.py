@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from omnifleet_trainer.compat import megatron as compat
 _SHOWN = 6
 # Kernels that need CUDA, and habits of pre-training: parts frozen by default, losses of its own, vocabularies padded.
 _SETTINGS: dict[str, Any] = {
-    "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
@@ -48,12 +48,13 @@ _SETTINGS: dict[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class Built:
     """bridge: between names and weights of both sides. model: wrapped for gradients; core: within. tasks: one for each
-    weight of `core`. config: of transformers."""
+    weight of all stages. copies: of weights that the last stage holds too, under its own name. config: of transformers."""
 
     bridge: Any
     model: Any
     core: Any
     tasks: Sequence[Any]
+    copies: Sequence[Any]
     config: Any
 
 
@@ -81,10 +82,13 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: 
     _check_divides(config.text_config, parallel)
     if config.model_type != "qwen2_5_vl":  # whose tower is not divided
         _check_divides(config.vision_config, parallel, (("tp", parallel.tp, ("num_heads",)),))
+    _check_inner(config, parallel)
     provider = bridge.to_megatron_provider(load_weights=True)
     cpu = not torch.cuda.is_available()
     settings = _SETTINGS | {
         "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "variable_seq_lengths": parallel.pp > 1,
         "expert_model_parallel_size": parallel.ep,
         "transformer_layer_spec": layers.language_spec,
         "use_cpu_initialization": cpu,
@@ -96,7 +100,8 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: 
     provider.initialize_model_parallel(seed=None if cpu else 0)
 
     def freeze(chunks: list[Any]) -> list[Any]:
-        _freeze(chunks[0], bridge.get_conversion_tasks(chunks), shapes, frozen)
+        tasks = bridge.get_conversion_tasks(chunks)
+        _freeze(chunks[0], [*tasks, *_copies(chunks[0], tasks)], shapes, frozen)
         return chunks
 
     provider.register_pre_wrap_hook(freeze)
@@ -114,7 +119,8 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: 
     )
     layers.use_exact_gelu(model)
     model.eval()  # no dropout separates the logprobs of two passes
-    return Built(bridge, model, model.module, bridge.get_conversion_tasks([model]), config)
+    tasks = bridge.get_conversion_tasks([model])
+    return Built(bridge, model, model.module, tasks, _copies(model.module, tasks), config)
 
 
 def fused_names(tasks: Sequence[Any]) -> dict[str, tuple[str, ...]]:
@@ -128,6 +134,17 @@ def held_by(task: Any) -> tuple[str, ...]:
     return (held,) if isinstance(held, str) else tuple(held.values())
 
 
+def _copies(core: Any, tasks: Sequence[Any]) -> list[Any]:
+    """The head of a last stage, where it is the embedding of the first: Bridge has no task for it."""
+    name = "language_model.output_layer.weight"
+    weight = dict(core.named_parameters()).get(name)
+    if weight is None or name in fused_names(tasks):
+        return []
+    (embedding,) = [task for task in tasks if task.global_param_name.endswith("word_embeddings.weight")]
+    head = core.language_model.output_layer
+    return [dataclasses.replace(embedding, param_name=name, param_weight=weight, megatron_module=head)]
+
+
 def _check_divides(
     config: Any, parallel: ParallelConfig, sizes: Sequence[tuple[str, int, Sequence[str]]] = ()
 ) -> None:
@@ -138,6 +155,7 @@ def _check_divides(
             ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
         ),
         ("ep", parallel.ep, ("num_experts",)),
+        ("pp", parallel.pp, ("num_hidden_layers",)),
     )
     for name, size, fields in sizes:
         for field in fields if size > 1 else ():
@@ -148,6 +166,18 @@ def _check_divides(
                     knob=f"trainer.parallel.{name}",
                     reason=Reason.INVALID_CONFIG,
                 )
+
+
+def _check_inner(config: Any, parallel: ParallelConfig) -> None:
+    """Features of the tower's inner layers are added on the first stage, each after a layer of its own."""
+    fed = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+    held = config.text_config.num_hidden_layers // parallel.pp
+    if fed > held:
+        raise invalid(
+            f"the tower feeds the first {fed} language layers, the first of {parallel.pp} stages holds {held}",
+            knob="trainer.parallel.pp",
+            reason=Reason.INVALID_CONFIG,
+        )
 
 
 def _freeze(core: Any, tasks: Sequence[Any], shapes: Mapping[str, Any], frozen: set[str]) -> None:

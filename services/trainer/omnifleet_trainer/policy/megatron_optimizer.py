@@ -29,12 +29,18 @@ class MegatronOptimizer(Optimizer):
 
     Clips by the norm over all weights. Weight decay goes to every weight, as in the other backend; Megatron itself
     would spare biases and norms. A weight without a gradient in an update has one of zero here, so its momentum still
-    moves it; torch's AdamW leaves it alone. Call inside `compat.on_cpu()`. distributed: state is spread over the
-    data-parallel ranks.
+    moves it; torch's AdamW leaves it alone. Call inside `compat.on_cpu()`. weights: this rank's; training: checkpoint
+    names of what trains on any rank. distributed: state is spread over the data-parallel ranks.
     """
 
     def __init__(
-        self, weights: Mapping[str, Parameter], config: OptimizerConfig, built: Built, *, distributed: bool
+        self,
+        weights: Mapping[str, Parameter],
+        config: OptimizerConfig,
+        built: Built,
+        *,
+        training: set[str],
+        distributed: bool,
     ) -> None:
         from megatron.core.optimizer import OptimizerConfig as MegatronConfig
         from megatron.core.optimizer import get_megatron_optimizer
@@ -55,10 +61,7 @@ class MegatronOptimizer(Optimizer):
             [built.model],
         )
         self._chained = list(self._megatron.chained_optimizers)  # of dense weights, and of experts
-        local = {id(weight) for weight in weights.values()}
-        self._names = {
-            name for task in built.tasks if id(task.param_weight) in local for name in held_by(task)
-        }
+        self._training = training
         super().__init__(weights, config, adam=self._chained[0].optimizer)
         self.clear()
 
@@ -102,7 +105,7 @@ class MegatronOptimizer(Optimizer):
             chained.optimizer.state.clear()
         for moment in MOMENTS if body["updates"] else ():
             stored = Stored(folder, moment)
-            for task in self._built.tasks:
+            for task in [*self._built.tasks, *self._built.copies]:
                 if task.megatron_module is None or any(name not in stored for name in held_by(task)):
                     continue
                 found = self._built.bridge._model_bridge.maybe_modify_loaded_hf_weight(
@@ -125,8 +128,8 @@ class MegatronOptimizer(Optimizer):
                 group["lr"], group["weight_decay"] = self.learning_rate(), self._config.weight_decay
 
     def _trains(self, task: Any) -> bool:
-        """Whether the weight trains; alike on every rank, though an expert is on one of them only."""
-        return all(name in self._names for name in held_by(task))
+        """Whether the weight trains; alike on every rank, though it may be on one of them only."""
+        return all(name in self._training for name in held_by(task))
 
     def _began(self) -> bool:
         return any(chained.optimizer.state for chained in self._chained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,44 @@ from omnifleet_trainer.policy.peers import ALONE, Peers
 
 Forward = Callable[[MicroBatch], Tensor]
 """Micro-batch -> [B, S - first] logprobs of the tokens in columns first.. (temperature applied), with gradient."""
+Loss = Callable[[int, Tensor], Tensor]
+"""Place of a micro-batch among those that train, and its logprobs -> what its gradient is taken of."""
+
+
+class Schedule(Protocol):
+    """How a backend takes micro-batches through its model. Collective where the model is spread over ranks."""
+
+    def look(self, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """Logprobs of each (see `Forward`), without gradient; on every rank."""
+        ...
+
+    def learn(self, micros: Sequence[MicroBatch], loss: Loss) -> list[Tensor]:
+        """Forward and backward of each: gradients add up. Returns the logprobs, detached, on every rank.
+
+        loss is asked once for each micro-batch, on the ranks that compute its logprobs.
+        """
+        ...
+
+
+class OneByOne:
+    """The schedule of a model that is whole here: one micro-batch after the other."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def look(self, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """See `Schedule`."""
+        with torch.no_grad():
+            return [self._forward(micro) for micro in micros]
+
+    def learn(self, micros: Sequence[MicroBatch], loss: Loss) -> list[Tensor]:
+        """See `Schedule`."""
+        found = []
+        for i, micro in enumerate(micros):
+            current = self._forward(micro)
+            loss(i, current).backward()  # type: ignore[no-untyped-call]
+            found.append(current.detach())
+        return found
 
 
 @dataclass(slots=True)
@@ -76,10 +115,9 @@ def needs_prev_pass(objective: ObjectiveConfig, updates: int) -> bool:
     )
 
 
-def look_before(work: Work, objective: ObjectiveConfig, forward: Forward) -> None:
-    """The prev pass, and the samples that the objective's rules refuse by what it says."""
-    with torch.no_grad():
-        work.prev = forward(work.micro)
+def look_before(work: Work, objective: ObjectiveConfig, prev: Tensor) -> None:
+    """What the prev pass gave, and the samples that the objective's rules refuse by what it says."""
+    work.prev = prev
     generation, mask = work.columns("generation_logprobs"), work.mask()
     work.errors = work.current_errors()
     if not objective.rejects_samples:

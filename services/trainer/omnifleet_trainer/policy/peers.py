@@ -27,16 +27,17 @@ class Peers:
     """The ranks that hold other samples of a step.
 
     index, size: this rank's among them. stride: of ranks that hold the same samples (tensor parallel), one speaks.
+    stages: of a pipeline, one after the other all ranks of it; the first speaks.
     Every call is collective: all ranks of the world make it, in the same order.
     """
 
-    def __init__(self, *, index: int = 0, size: int = 1, stride: int = 1) -> None:
-        self.index, self.size, self._stride = index, size, stride
+    def __init__(self, *, index: int = 0, size: int = 1, stride: int = 1, stages: int = 1) -> None:
+        self.index, self.size, self._stride, self._stages = index, size, stride, stages
 
     @property
     def alone(self) -> bool:
         """True if there is no other rank at all."""
-        return self.size * self._stride == 1
+        return self.size * self._stride * self._stages == 1
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over the peers."""
@@ -55,6 +56,12 @@ class Peers:
         if self.alone:
             return [value]
         return [json.loads(body) for body in self._speakers(self._bytes(json.dumps(value).encode()))]
+
+    def everyone(self, value: Value) -> list[Value]:
+        """`value` (JSON) of every rank of the world, in their order."""
+        return (
+            [value] if self.alone else [json.loads(body) for body in self._bytes(json.dumps(value).encode())]
+        )
 
     def arrays(self, values: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
         """Flat float32 arrays of each peer, in their order."""
@@ -86,7 +93,7 @@ class Peers:
         return result[0]
 
     def _speakers(self, every: list[bytes]) -> list[bytes]:
-        return every[:: self._stride]
+        return every[: self.size * self._stride : self._stride]
 
     def _bytes(self, body: bytes) -> list[bytes]:
         """Of every rank of the world."""

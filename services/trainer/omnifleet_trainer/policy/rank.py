@@ -30,7 +30,7 @@ from omnifleet_trainer.policy.folder import finish_folder, write_folder, write_s
 from omnifleet_trainer.policy.group import Place
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.optimizer import Optimizer
-from omnifleet_trainer.policy.passes import needs_prev_pass
+from omnifleet_trainer.policy.passes import OneByOne, Schedule, needs_prev_pass
 from omnifleet_trainer.policy.peers import ALONE, Peers
 from omnifleet_trainer.policy.shards import Kept, own
 from omnifleet_trainer.policy.step import response_logprobs, train_step
@@ -112,7 +112,7 @@ class RankPolicy(ABC):
 
     @abstractmethod
     def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
-        """See `passes.Forward`."""
+        """See `passes.Forward`. Of a model that is spread over stages, this rank's part of it."""
 
     @abstractmethod
     def _update(self) -> float:
@@ -126,7 +126,7 @@ class RankPolicy(ABC):
         """See `Policy`. Every rank returns those of all samples."""
         dealt = shares(batch, range(len(batch.samples)), self._peers.size)
         (micros,) = self._prepared(batch, [dealt[self._peers.index]])
-        replies = response_logprobs(micros, len(batch.samples), self._forward(batch))
+        replies = response_logprobs(micros, len(batch.samples), self._schedule(batch))
         if self._peers.alone:
             return replies
         mine = [np.zeros(0, np.float32), *(replies[row] for row in dealt[self._peers.index])]
@@ -150,7 +150,7 @@ class RankPolicy(ABC):
             batch,
             updates,
             objective=self._objective,
-            forward=self._forward(batch),
+            schedule=self._schedule(batch),
             update=self._update,
             reference=None
             if self._reference is None
@@ -204,6 +204,9 @@ class RankPolicy(ABC):
         else:
             self.snapshot()(folder)
 
+    def _schedule(self, batch: StepBatch) -> Schedule:
+        return OneByOne(self._forward(batch))
+
     def _remember_reference(self) -> None:
         """The reference policy of the KL term: the weights that the run began with, whatever is loaded later."""
         needed = self._objective.kl_coefficient > 0
@@ -248,9 +251,8 @@ class RankPolicy(ABC):
         return [micro.to(self._device) for micro in micros]
 
     def _reference_logprobs(self, batch: StepBatch, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        with self._reference_weights(), torch.no_grad():
-            forward = self._forward(batch)
-            return [forward(micro) for micro in micros]
+        with self._reference_weights():
+            return self._schedule(batch).look(micros)
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.objectives.corrections.errors import sequence_errors
 from omnifleet_trainer.objectives.corrections.weights import importance_weights, weight_sums
-from omnifleet_trainer.objectives.loss import policy_loss
+from omnifleet_trainer.objectives.loss import Loss, policy_loss
 from omnifleet_trainer.objectives.metrics import (
     Metrics,
     fold,
@@ -31,7 +31,7 @@ from omnifleet_trainer.objectives.metrics import (
 )
 from omnifleet_trainer.objectives.tensors import Normalisers
 from omnifleet_trainer.policy.mismatch import THRESHOLD, Mismatch, OnMismatch, report_worst
-from omnifleet_trainer.policy.passes import Forward, Work, look_before, needs_prev_pass, opened, reassigned
+from omnifleet_trainer.policy.passes import Schedule, Work, look_before, needs_prev_pass, opened, reassigned
 from omnifleet_trainer.policy.peers import ALONE, Peers
 
 Update = Callable[[], float]
@@ -39,13 +39,12 @@ Update = Callable[[], float]
 
 
 def response_logprobs(
-    micros: Sequence[MicroBatch], samples: int, forward: Forward
+    micros: Sequence[MicroBatch], samples: int, schedule: Schedule
 ) -> list[npt.NDArray[np.float32]]:
     """Logprobs of each sample's response tokens, in the order of the step."""
     replies: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)] * samples
-    for micro in micros:
-        with torch.no_grad():
-            values = forward(micro).float().cpu().numpy()
+    for micro, logprobs in zip(micros, schedule.look(micros), strict=True):
+        values = logprobs.float().cpu().numpy()
         for i, row in enumerate(micro.rows):
             start, end = micro.prompt_lengths[i] - micro.first, micro.lengths[i] - micro.first
             replies[row] = values[i, start:end]
@@ -57,7 +56,7 @@ def train_step(
     updates: Sequence[Sequence[MicroBatch]],
     *,
     objective: ObjectiveConfig,
-    forward: Forward,
+    schedule: Schedule,
     update: Update,
     reference: Callable[[Sequence[MicroBatch]], list[Tensor]] | None = None,
     peers: Peers = ALONE,
@@ -74,15 +73,16 @@ def train_step(
     works = [[opened(micro, objective) for micro in micros] for micros in updates]
     every = [work for part in works for work in part]
     if needs_prev_pass(objective, len(updates)):
-        for work in every:
-            look_before(work, objective, forward)
+        found = schedule.look([work.micro for work in every])
+        for work, logprobs in zip(every, found, strict=True):
+            look_before(work, objective, logprobs)
     if reference is not None:
         for work, logprobs in zip(every, reference([work.micro for work in every]), strict=True):
             work.reference = logprobs
     advantages = reassigned(batch, every, objective, peers)
     parts, skipped = [], 0
     for part in works:
-        metrics, moved = _one_update(part, objective, forward, update, peers)
+        metrics, moved = _one_update(part, objective, schedule, update, peers)
         parts.append(metrics)
         skipped += not moved
     totals = mean_of_updates(parts)
@@ -90,23 +90,30 @@ def train_step(
     totals |= _step_metrics(batch, every, advantages, peers)
     error = totals.get("token_mult_prob_error", 1.0)
     if on_mismatch is not None and error > THRESHOLD:
-        found = [one for part in peers.gathered(_mismatches(every)) for one in part]
-        report_worst(batch, [Mismatch.of(one) for one in found], error, on_mismatch)
+        worst = [one for part in peers.gathered(_mismatches(every)) for one in part]
+        report_worst(batch, [Mismatch.of(one) for one in worst], error, on_mismatch)
     return totals
 
 
 def _one_update(
-    works: Sequence[Work], objective: ObjectiveConfig, forward: Forward, update: Update, peers: Peers
+    works: Sequence[Work], objective: ObjectiveConfig, schedule: Schedule, update: Update, peers: Peers
 ) -> tuple[Metrics, bool]:
     masks = [work.mask() for work in works]
     normalisers = _normalisers(works, masks, objective, peers)
     counts = {"global_valid_toks": normalisers.tokens, "global_valid_seqs": normalisers.sequences}
     if normalisers.tokens == 0:
         return counts | {"grad_norm": 0.0}, False
-    parts = []
-    for work, mask in zip(works, masks, strict=True):
-        if peers.any(bool(mask.any())):
-            parts.append(_backward(work, mask, normalisers, objective, forward, peers.size))
+    training = [pair for pair in zip(works, masks, strict=True) if peers.any(bool(pair[1].any()))]
+
+    def loss(i: int, current: Tensor) -> Tensor:
+        """Gradients of all peers are averaged afterwards: they must add up to as many times the gradient."""
+        return _loss(training[i][0], current, normalisers, objective).value * peers.size
+
+    found = schedule.learn([work.micro for work, _ in training], loss)
+    parts = [
+        _metrics(work, mask, current, normalisers, objective)
+        for (work, mask), current in zip(training, found, strict=True)
+    ]
     norm = update()
     return fold(peers.gathered(fold(parts))) | counts | {
         "grad_norm": norm if math.isfinite(norm) else 0.0
@@ -131,24 +138,14 @@ def _normalisers(
     return Normalisers(tokens, sequences, weights / weighed if weights > 0 else 1.0)
 
 
-def _backward(
-    work: Work,
-    mask: Tensor,
-    normalisers: Normalisers,
-    objective: ObjectiveConfig,
-    forward: Forward,
-    ranks: int,
-) -> Metrics:
-    """ranks: whose gradients are averaged afterwards, so that they must add up to `ranks` times the gradient."""
-    current = forward(work.micro)
+def _loss(work: Work, current: Tensor, normalisers: Normalisers, objective: ObjectiveConfig) -> Loss:
     if work.prev is None:
         work.prev = current.detach()
         work.errors = work.current_errors()
-    generation = work.columns("generation_logprobs")
-    loss = policy_loss(
+    return policy_loss(
         current=current,
         prev=work.prev,
-        generation=generation,
+        generation=work.columns("generation_logprobs"),
         advantages=work.columns("advantages") if work.advantages is None else work.advantages,
         token_mask=work.columns("token_mask"),
         sample_mask=work.keep,
@@ -156,11 +153,17 @@ def _backward(
         objective=objective,
         reference=work.reference,
     )
-    (loss.value * ranks).backward()  # type: ignore[no-untyped-call]
+
+
+def _metrics(
+    work: Work, mask: Tensor, current: Tensor, normalisers: Normalisers, objective: ObjectiveConfig
+) -> Metrics:
+    """Of logprobs without gradient, so that ranks which did not compute them have the metrics too."""
+    loss = _loss(work, current, normalisers, objective)
     return token_metrics(
         current=current,
-        prev=work.prev,
-        generation=generation,
+        prev=work.known(),
+        generation=work.columns("generation_logprobs"),
         mask=mask,
         lag=work.columns("lag"),
         loss=loss,

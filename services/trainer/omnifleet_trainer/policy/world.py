@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from omnifleet.config.parallel import ParallelConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.batch.shares import shard, shares, updates_of
@@ -49,11 +50,9 @@ class WorldPolicy:
     retryable) once a rank is lost."""
 
     def __init__(self, job: Job, *, on_mismatch: OnMismatch | None = None) -> None:
-        parallel = job.trainer.parallel
-        self._job = job
-        self._data_ranks, self._stride = parallel.dp, parallel.world // parallel.dp
-        store = rendezvous(parallel.world, timeout_s=parallel.timeout_s)
-        first = Place(0, parallel.world, store.port, parallel.timeout_s)
+        self._job, self._parallel = job, job.trainer.parallel
+        store = rendezvous(self._parallel.world, timeout_s=self._parallel.timeout_s)
+        first = Place(0, self._parallel.world, store.port, self._parallel.timeout_s)
         self._world = Followers(job, first, tells_mismatches=on_mismatch is not None)
         try:
             self._rank = self._world.along(
@@ -74,17 +73,17 @@ class WorldPolicy:
 
     def logprobs(self, batch: StepBatch) -> list[npt.NDArray[np.float32]]:
         """See `Policy`."""
-        dealt = shares(batch, range(len(batch.samples)), self._data_ranks)
-        call = self._world.call("logprobs", payloads(batch, dealt, self._stride))
+        dealt = shares(batch, range(len(batch.samples)), self._parallel.dp)
+        call = self._world.call("logprobs", payloads(batch, dealt, self._parallel))
         return self._world.along(call, lambda: self._rank.logprobs(batch))
 
     def train(self, batch: StepBatch) -> dict[str, float]:
         """See `Policy`."""
-        dealt: list[list[int]] = [[] for _ in range(self._data_ranks)]
+        dealt: list[list[int]] = [[] for _ in range(self._parallel.dp)]
         for update in updates_of(batch, self._job.trainer.batch_samples):
-            for mine, rows in zip(dealt, shares(batch, update, self._data_ranks), strict=True):
+            for mine, rows in zip(dealt, shares(batch, update, self._parallel.dp), strict=True):
                 mine += rows
-        call = self._world.call("train", payloads(batch, dealt, self._stride))
+        call = self._world.call("train", payloads(batch, dealt, self._parallel))
         return self._world.along(call, lambda: self._rank.train(batch))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -142,11 +141,11 @@ class WorldPolicy:
             self._world.kill(after_s=_LEAVE_S if self._world.whole else 0.0)
 
 
-def payloads(batch: StepBatch, dealt: list[list[int]], stride: int) -> list[bytes]:
-    """The step of each follower, by rank - 1. dealt: rows of each data rank, which is `stride` ranks that get the same."""
-    sent = range(len(dealt)) if stride > 1 else range(1, len(dealt))  # the first rank has it already
-    parts = {i: encode(shard(batch, dealt[i])) for i in sent}
-    return [parts[rank // stride] for rank in range(1, len(dealt) * stride)]
+def payloads(batch: StepBatch, dealt: list[list[int]], parallel: ParallelConfig) -> list[bytes]:
+    """The step of each follower, by rank - 1. dealt: rows of each data rank; ranks that share it get the same."""
+    of = [parallel.data_rank(rank) for rank in range(1, parallel.world)]
+    parts = {i: encode(shard(batch, dealt[i])) for i in set(of)}
+    return [parts[i] for i in of]
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL of Megatron Bridge 0.6.2, on one pipeline stage.
+"""Qwen2.5-VL and Qwen3-VL of Megatron Bridge 0.6.2.
 
 Bridge's own forward takes pixels for every reference, and takes a media token that the model wrote itself for a
 picture. Here its parts run one by one: embedding, vision tower, positions by transformers' rule, decoder. Padding is on
@@ -33,9 +33,7 @@ class MegatronQwen25VL:
 
     def text(self, micro: MicroBatch, embeds: Tensor | None = None) -> dict[str, Any]:
         """See `Family`."""
-        ids = micro.input_ids
-        places = torch.arange(ids.shape[1], device=ids.device)
-        return _decoder(self.embed(ids) if embeds is None else embeds, places.expand(3, *ids.shape))
+        return _decoder(self.embed(micro.input_ids) if embeds is None else embeds, _counted(micro))
 
     def embed(self, ids: Tensor) -> Tensor:
         """See `Family`."""
@@ -50,20 +48,31 @@ class MegatronQwen25VL:
         """See `Family`."""
         return _decoder(scattered(micro, embeds, features), positions(self._rope, micro, layout))
 
+    def received(self, micro: MicroBatch, layout: Layout) -> dict[str, Any]:
+        """Arguments of a stage that gets hidden states from the one before it."""
+        places = positions(self._rope, micro, layout) if micro.media else _counted(micro)
+        return {"decoder_input": None, "position_ids": places}
+
     def logits(self, arguments: dict[str, Any]) -> Tensor:
-        """[B, S, V] of all positions."""
+        """[B, S, V] of all positions; of a stage before the last its hidden states, [S, B, H]."""
         logits: Tensor = self._model.language_model(input_ids=None, attention_mask=None, **arguments)
         return logits
 
     def packed_logits(self, arguments: dict[str, Any], packing: Packing) -> Tensor:
-        """[1, T, V] of the same arguments, packed."""
-        embeds = packing.packed(arguments["decoder_input"].transpose(0, 1))
+        """[1, T, V] of the same arguments, packed; hidden states are [T, 1, H]."""
+        embeds = arguments["decoder_input"]
+        packed = {} if embeds is None else _embedded(packing.packed(embeds.transpose(0, 1)))
         places = torch.cat([packing.packed(axis)[None] for axis in arguments["position_ids"]])
         return self.logits(
-            _decoder(embeds, places)
-            | {"packed_seq_params": packing.parameters()}
+            {"decoder_input": None, "position_ids": places, "packed_seq_params": packing.parameters()}
+            | packed
             | self._packed_features(arguments, packing)
         )
+
+    def hidden(self, arguments: dict[str, Any], packing: Packing | None) -> Tensor:
+        """What a stage before the last sends on. It must be contiguous: NCCL would send a transposed one as it lies."""
+        sent = self.logits(arguments) if packing is None else self.packed_logits(arguments, packing)
+        return sent.contiguous()
 
     def _packed_features(self, arguments: dict[str, Any], packing: Packing) -> dict[str, Any]:
         return {}
@@ -103,7 +112,18 @@ MEGATRON_FAMILIES: dict[str, type[MegatronQwen25VL]] = {
 
 
 def _decoder(embeds: Tensor, places: Tensor) -> dict[str, Any]:
-    return {"decoder_input": embeds.transpose(0, 1).contiguous(), "position_ids": places}
+    return _embedded(embeds) | {"position_ids": places}
+
+
+def _embedded(embeds: Tensor) -> dict[str, Any]:
+    return {"decoder_input": embeds.transpose(0, 1).contiguous()}
+
+
+def _counted(micro: MicroBatch) -> Tensor:
+    """[3, B, S] positions of text alone."""
+    return torch.arange(micro.input_ids.shape[1], device=micro.input_ids.device).expand(
+        3, *micro.input_ids.shape
+    )
 
 
 def _rope(config: Any) -> Any:
