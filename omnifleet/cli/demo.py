@@ -90,7 +90,7 @@ def _start_afresh(run_dir: Path) -> None:
 
 def _train(run_dir: Path, recipe: Recipe) -> None:
     want(run_dir, train=True)
-    finished = watch_training(run_dir, recipe.trainer.steps, console, title="training")
+    finished = watch_training(run_dir, recipe, console, title="training")
     want(run_dir, train=False)
     if not finished:
         raise OmnifleetError(

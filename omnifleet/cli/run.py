@@ -22,7 +22,7 @@ from omnifleet.cli.config import OverrideArgument, RecipeArgument, check_model
 from omnifleet.cli.where import RunOption, find_run, is_up, run_recipe
 from omnifleet.config import load_recipe
 from omnifleet.config.cluster import ClusterConfig
-from omnifleet.config.recipe import Recipe
+from omnifleet.config.recipe import UNTAUGHT, Recipe
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.local import wait_gone
 from omnifleet.launch.plan import ORDER, newest_weights, prepare_run
@@ -61,7 +61,7 @@ def resolve_model(recipe_name: str, overrides: list[str], launcher: str = "local
         return recipe
     family = recipe.model.family or ("qwen2_5_vl" if recipe.trainer.backend == "megatron" else "qwen2_vl")
     command = [sys.executable, "-m", "omnifleet", "tiny-model", "--seed", str(recipe.run.seed)]
-    command += ["--family", family]
+    command += ["--family", family, *(["--no-warm-start"] if family in UNTAUGHT else [])]
     made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if made.returncode != 0:
         raise OmnifleetError(
@@ -219,7 +219,7 @@ def train(
     want(run_dir, train=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
     try:
-        finished = watch_training(run_dir, loaded.trainer.steps, console)
+        finished = watch_training(run_dir, loaded, console)
         if finished:
             _write_report(run_dir, loaded)  # while its services are up
     except KeyboardInterrupt:

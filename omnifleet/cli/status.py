@@ -39,6 +39,7 @@ _STUBS: dict[str, Any] = {
 
 
 _ENDS_SHOWN = 5
+_CALL_S = 5.0
 
 
 def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
@@ -67,12 +68,15 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
         console.print(f"{at}  {end['name']} (pid {end['pid']}) {end['why']}", highlight=False, markup=False)
 
 
-async def ask_service(run_dir: Path, name: str) -> dict[str, Any]:
-    """Status of one service or worker of a run as a plain mapping: state, uptime_s, facts, counters."""
+async def ask_service(run_dir: Path, name: str, *, deadline_s: float = _CALL_S) -> dict[str, Any]:
+    """Status of one service or worker of a run as a plain mapping: state, uptime_s, facts, counters.
+
+    state: "down" if it has no record, else its own, or why it did not say.
+    """
     record = read_records(run_dir).get(name)
     if record is None:
         return {"name": name, "state": "down"}
-    return await _ask(record, secret(run_dir, Scope.OPERATOR))
+    return await _ask(record, secret(run_dir, Scope.OPERATOR), deadline_s)
 
 
 async def _ask_all(run_dir: Path) -> tuple[list[dict[str, Any]], FleetView | None]:
@@ -89,7 +93,7 @@ async def _ask_all(run_dir: Path) -> tuple[list[dict[str, Any]], FleetView | Non
     return services, view
 
 
-async def _ask(record: ServiceRecord, token: str) -> dict[str, Any]:
+async def _ask(record: ServiceRecord, token: str, deadline_s: float = _CALL_S) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "name": record.name,
         "pid": record.pid,
@@ -100,7 +104,7 @@ async def _ask(record: ServiceRecord, token: str) -> dict[str, Any]:
     try:
         with remote_errors():
             status = await _STUBS.get(record.name, rollout_pb2_grpc.RolloutStub)(channel).Status(
-                common_pb2.StatusRequest(), timeout=5.0
+                common_pb2.StatusRequest(), timeout=deadline_s
             )
     except OmnifleetError as error:
         return {**answer, "state": str(error)}

@@ -11,13 +11,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+from omnifleet.cli.awaited import awaited
 from omnifleet.cli.where import is_up
+from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.supervisor import last_line, read_state
 from omnifleet.report.records import read_run
 
 _TICK_S = 0.25
+_ASK_S = 1.0
 _ROWS = 12
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("step", "step", "{:.0f}"),
@@ -37,11 +41,12 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 LEGEND = (
     "held out: reward on unseen rows · TMPE: 1 = rollout and trainer agree on every logprob · lag: steps between the weights "
-    "that made a token and those it trains · gate: longest time without a token in a refit"
+    "that made a token and those it trains · gate: longest time without a token in a refit · in flight: requests that a "
+    "refit met · ·: not measured in this step"
 )
 
 
-def watch_training(run_dir: Path, steps: int, console: Console, *, title: str = "") -> bool:
+def watch_training(run_dir: Path, recipe: Recipe, console: Console, *, title: str = "") -> bool:
     """Show progress until the trainer is done (True) or has failed for good (False)."""
     progress = Progress(
         TextColumn("{task.description}"),
@@ -50,32 +55,44 @@ def watch_training(run_dir: Path, steps: int, console: Console, *, title: str = 
         TimeElapsedColumn(),
         console=console,
     )
-    task = progress.add_task(title or run_dir.name, total=steps)
+    task = progress.add_task(title or run_dir.name, total=recipe.trainer.steps)
     if not console.is_terminal:
         return _watch(run_dir, _LinePrinter(console).show)
+    now = _Now(lambda: awaited(run_dir, recipe))
     with Live(console=console, refresh_per_second=4, transient=False) as live:
 
         def draw(rows: list[dict[str, Any]]) -> None:
             progress.update(task, completed=rows[-1]["step"] if rows else 0)
             shown = [row for row in rows[:-_ROWS] if "heldout_reward" in row] + rows[-_ROWS:]
-            live.update(
-                Group(
-                    metrics_table(shown) if rows else "waiting for the first weights and the first score",
-                    progress,
-                )
-            )
+            table = [metrics_table(shown)] if rows else []
+            ended = rows and trainer_state(run_dir) in ("done", "failed")
+            waits = [] if ended else [Text(f"now: {now.words()}", style="dim")]
+            live.update(Group(*table, *waits, progress))
 
         return _watch(run_dir, draw)
 
 
 def metrics_table(rows: list[dict[str, Any]]) -> Table:
-    """Steps as rows; a metric that a step does not have stays empty."""
+    """Steps as rows. A metric that no step has yet has no column; one that a step does not have is a dot."""
     table = Table(caption=LEGEND, caption_justify="left")
-    for heading, _, _ in COLUMNS:
+    columns = [column for column in COLUMNS if any(_value(row, column[1]) is not None for row in rows)]
+    for heading, _, _ in columns:
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*(_cell(row, key, form) for _, key, form in COLUMNS))
+        table.add_row(*(_cell(row, key, form) or "·" for _, key, form in columns))
     return table
+
+
+class _Now:
+    """What the run does now, asked anew once a second."""
+
+    def __init__(self, ask: Callable[[], str]) -> None:
+        self._ask, self._words, self._at = ask, "", 0.0
+
+    def words(self) -> str:
+        if time.monotonic() - self._at >= _ASK_S:
+            self._words, self._at = self._ask(), time.monotonic()
+        return self._words
 
 
 def _watch(run_dir: Path, show: Callable[[list[dict[str, Any]]], None]) -> bool:
@@ -113,14 +130,23 @@ class _LinePrinter:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown = 0
+        console.print("waiting for the first weights and the first held-out score")
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         for row in rows[self._shown :]:
-            cells = (f"{heading} {_cell(row, key, form)}" for heading, key, form in COLUMNS if key in row)
-            self._console.print("  ".join(cells), soft_wrap=True)
+            cells = ((heading, _cell(row, key, form)) for heading, key, form in COLUMNS)
+            self._console.print(
+                "  ".join(f"{heading} {cell}" for heading, cell in cells if cell), soft_wrap=True
+            )
         self._shown = len(rows)
 
 
 def _cell(row: dict[str, Any], key: str, form: str) -> str:
-    value = row.get(key)
+    value = _value(row, key)
     return "" if value is None else form.format(value)
+
+
+def _value(row: dict[str, Any], key: str) -> float | None:
+    """Before the first step nobody writes replies: a refit that met none says nothing then."""
+    value: float | None = row.get(key)
+    return None if key == "refit_in_flight" and row.get("step") == 0 else value

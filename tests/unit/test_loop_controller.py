@@ -13,6 +13,7 @@ import pytest
 from omnifleet.config.recipe import TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Generation, Identity, WeightVersion
+from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.checkpoint import latest_checkpoint
 from omnifleet_trainer.loop.admission import Admission, capacity
 from omnifleet_trainer.loop.buffer import check_buffer
@@ -44,6 +45,26 @@ async def test_a_run_trains_every_step_and_ends_by_itself(tmp_path: Path) -> Non
     } <= lines[1].keys()
     assert "heldout_reward" in lines[4]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
+
+
+async def test_the_loop_says_in_words_what_it_does(tmp_path: Path) -> None:
+    with world(tmp_path, steps=2) as w:
+        seen: list[str] = [w.controller.doing]
+
+        async def look(identity: Identity, answer: Generation) -> None:
+            seen.append(w.controller.doing)
+
+        train = w.policy.train
+
+        def look_and_train(batch: StepBatch) -> dict[str, float]:
+            seen.append(w.controller.doing)
+            return train(batch)
+
+        w.rollout.behave, w.policy.train = look, look_and_train  # type: ignore[method-assign]
+        await w.controller.run()
+        seen.append(w.controller.doing)
+    assert seen[0] == "" and seen[-1] == "step 2: writing the last checkpoint"
+    assert {"step 1: waiting for replies", "step 1: training", "step 2: training"} <= set(seen)
 
 
 async def test_pictures_are_put_once_for_all_generations_steps_and_rows(tmp_path: Path) -> None:

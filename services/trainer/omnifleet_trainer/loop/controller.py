@@ -33,6 +33,13 @@ from omnifleet_trainer.loop.weights import Weights
 
 log = logging.getLogger("omnifleet.trainer")
 
+_DOING = {
+    "wait": "waiting for replies",
+    "prepare": "preparing",
+    "turn": "taking the devices",
+    "train": "training",
+    "refit": "sending weights",
+}
 CONTROLS: tuple[Pictures, ...] = ("blank", "shuffled")
 
 
@@ -86,7 +93,7 @@ class Controller:
         self._stopping = False
         self._checkpoint_at_stop = False
         self._resumes = 0
-        self._state = "starting"
+        self._state, self._doing = "starting", ""
         self._controls: dict[str, float] = {}
         self._began = parts.clock()
         self._steps_here = 0
@@ -115,7 +122,7 @@ class Controller:
 
     async def _train(self) -> None:
         while self.step < self._trainer.steps and not self._settled():
-            watch = Stopwatch()
+            watch = Stopwatch(self._began_to)
             with watch.timing("wait"):
                 groups = await self._next_groups()
             if groups is None:
@@ -183,6 +190,7 @@ class Controller:
         """Give the fleet the policy's weights; then, and only then, they count for credits and bounds."""
         p = self._parts
         version = p.weights.version
+        self._doing = f"step {p.weights.step}: sending weights"
         metrics = await p.turns.refit()
         metrics |= await p.refits.publish(version)
         metrics |= await p.turns.generate()
@@ -202,6 +210,7 @@ class Controller:
         return out_of_patience(scores, patience=evaluation.patience, min_gain=evaluation.min_gain)
 
     async def _evaluate(self) -> dict[str, float]:
+        self._doing = f"step {self.step}: scoring held-out prompts"
         result = await self._parts.heldout.score(self._parts.weights.step)
         self._parts.journal.write_samples(result.samples)
         passed = {f"heldout_pass@{k}": rate for k, rate in result.passed.items()}
@@ -229,8 +238,10 @@ class Controller:
             p.journal.amend(await self._evaluate())
         if self._evaluation.controls:
             for pictures in CONTROLS:
+                self._doing = f"step {self.step}: scoring held-out prompts with {pictures} pictures"
                 result: Evaluation = await p.heldout.score(p.weights.step, pictures)
                 self._controls[pictures] = result.score
+        self._doing = f"step {self.step}: writing the last checkpoint"
         await p.checkpoint(p.weights.step)
         return True
 
@@ -264,6 +275,11 @@ class Controller:
         if self._state == "training" and self._parts.admission.paused:
             return "paused"
         return self._state
+
+    @property
+    def doing(self) -> str:
+        """What the loop does now, in words: "step 3: waiting for replies"; "" before its first refit."""
+        return self._doing
 
     @property
     def step(self) -> int:
@@ -318,6 +334,10 @@ class Controller:
         media = {f"media_{name}": value for name, value in (await p.media_counters()).items()}
         p.journal.write(StepRecord(p.weights.step, p.weights.version, metrics | media, now_ms()))
         log.info("step %d %s", p.weights.step, _line(metrics))
+
+    def _began_to(self, activity: str) -> None:
+        step = self.step if activity == "refit" else self.step + 1
+        self._doing = f"step {step}: {_DOING[activity]}"
 
     def _queue_metrics(self) -> dict[str, float]:
         p = self._parts

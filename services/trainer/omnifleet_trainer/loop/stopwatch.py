@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Stopwatch:
     """Seconds by activity since it was made."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[str], None] = lambda activity: None) -> None:
+        """told: of each activity as it begins."""
+        self._told = told
         self._began = time.monotonic()
         self._spent: dict[str, float] = {}
 
@@ -18,6 +20,7 @@ class Stopwatch:
     def timing(self, activity: str) -> Iterator[None]:
         """Add the time of the block to `activity`."""
         began = time.monotonic()
+        self._told(activity)
         try:
             yield
         finally:

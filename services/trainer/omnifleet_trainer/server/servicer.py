@@ -70,7 +70,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             uptime_s=time.monotonic() - self._began,
             state=c.state,
             counters=counters_to_wire(self._counters.snapshot()),
-            facts={"step": str(c.step), "weights": str(c.version), **self._facts},
+            facts={"step": str(c.step), "weights": str(c.version), "doing": c.doing, **self._facts},
         )
 
     async def Pause(self, request: trainer_pb2.PauseRequest, context: Any) -> trainer_pb2.PauseReply:
