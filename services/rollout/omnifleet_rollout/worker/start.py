@@ -73,6 +73,9 @@ def _make_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Eng
     if options.engine == "fake":
         return _fake_engine(options, config, tokens)
     model = model_folder(options)  # before anything heavy is imported
+    from omnifleet_rollout.engine.vllm_launch import set_environment
+
+    set_environment(config.engine)  # torch reads its part as it is loaded
     from omnifleet_rollout.engine.vllm_engine import VllmEngine
 
     return VllmEngine(
