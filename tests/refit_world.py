@@ -26,6 +26,7 @@ from omnifleet.telemetry.counters import Counters
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2_grpc
 from omnifleet.wire.manifest import base_version
+from omnifleet.wire.needs import NeedsBody, needs_digest
 from omnifleet.wire.server import serving
 from omnifleet_refit.group import Meeting
 from omnifleet_rollout.engine.checkpoint import read_table
@@ -194,6 +195,12 @@ class SmallEngine(FakeEngine):
         self._check_alive()
         return scores(dict(self.model.state_dict()), token_ids)
 
+    def needs(self) -> str:
+        return needs_digest([stager.needs_digest for stager in self.stagers])
+
+    async def read_needs(self) -> list[NeedsBody]:
+        return [stager.needs for stager in self.stagers]
+
     async def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> None:
         self._check_alive()
         await asyncio.to_thread(self.stager.export, path, tensors)
@@ -214,6 +221,11 @@ class Receiving:
     address: str = ""
     counters: Counters = field(default_factory=lambda: Counters("test"))
     client: RefitClient = field(init=False)
+
+    @property
+    def ranks(self) -> int:
+        """Of its engine."""
+        return len(self.engine.stagers)
 
     @property
     def standing(self) -> Standing:
@@ -308,7 +320,7 @@ class Sender:
         deadline_s: float = DEADLINE_S,
     ) -> dict[str, Outcome]:
         """Broadcast; worker -> outcome."""
-        orders = {worker.id: Order(worker.client, shipment) for worker in workers}
+        orders = {worker.id: Order(worker.client, shipment, worker.ranks) for worker in workers}
         return await self.courier.stage(orders, buckets or self.buckets(shipment), deadline_s)
 
     async def publish(
@@ -338,6 +350,7 @@ class Remote:
     process: Any
     client: RefitClient
     pipe: Any = None
+    ranks: int = 1
 
 
 def run_receiver(checkpoint: str, name: str, pipe: Any) -> None:

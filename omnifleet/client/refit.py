@@ -15,6 +15,7 @@ from omnifleet.wire import refit_pb2, refit_pb2_grpc
 from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import in_flight_to_wire, version_from_wire, version_to_wire
 from omnifleet.wire.errors import remote_errors
+from omnifleet.wire.needs import NeedsBody, needs_from_wire
 
 CALL_S = 10.0
 """Deadline of a call that moves nothing, seconds."""
@@ -81,7 +82,8 @@ class DeviceMemory:
 class EngineView:
     """What a worker says of its engine. tensors: table of what it loads; version: what it serves; ranks: of its engine.
 
-    sparse: it takes tensors as what turns its version's bytes into the new ones.
+    sparse: it takes tensors as what turns its version's bytes into the new ones. needs: digest of what its ranks read of
+    each tensor, "" if they must be sent tensors whole.
     """
 
     tensors: tuple[refit_pb2.TensorSpec, ...]
@@ -91,6 +93,7 @@ class EngineView:
     engine: str
     ranks: int = 1
     sparse: bool = False
+    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,14 @@ class RefitClient:
             reply.engine,
             reply.ranks or 1,
             reply.sparse,
+            reply.needs,
         )
+
+    async def needs(self, *, deadline_s: float = CALL_S) -> tuple[str, list[NeedsBody]]:
+        """What each rank of the engine reads of each tensor, and its digest; ("", []) if it needs them whole."""
+        with remote_errors():
+            reply = await self._stub.Needs(refit_pb2.NeedsRequest(), timeout=deadline_s)
+        return reply.digest, needs_from_wire(reply)
 
     async def stage(self, manifest: refit_pb2.Manifest, source: Source, *, deadline_s: float) -> str:
         """Have the worker fetch and verify the buckets; returns the manifest's digest as it sees it.

@@ -16,6 +16,7 @@ from blake3 import blake3
 from omnifleet.address import canonical_json, digest_bytes
 from omnifleet.types import Digest, WeightVersion
 from omnifleet.wire import refit_pb2
+from omnifleet.wire.needs import window_from_wire
 
 ALIGN_BYTES = 64
 """Offsets of tensors and sizes of buckets are multiples of this."""
@@ -41,7 +42,7 @@ DTYPE_BYTES = {
 def manifest_body(manifest: refit_pb2.Manifest) -> dict[str, Any]:
     """The manifest as plain data. The version's own digest is left out: it is the digest of this."""
     return {
-        "buckets": [{"bytes": b.bytes, "checksum": b.checksum, "index": b.index} for b in manifest.buckets],
+        "buckets": [_bucket_body(bucket) for bucket in manifest.buckets],
         "checksum_algorithm": manifest.checksum_algorithm,
         "encoder_changed": manifest.encoder_changed,
         "parent": _version_body(manifest.parent) if manifest.HasField("parent") else None,
@@ -59,6 +60,7 @@ def manifest_body(manifest: refit_pb2.Manifest) -> dict[str, Any]:
             }
             for t in manifest.tensors
         ],
+        **({"parts": [_part_body(part) for part in manifest.parts]} if manifest.parts else {}),
         "v": 1,
         "version": {
             "lineage": manifest.version.lineage,
@@ -107,6 +109,28 @@ def bucket_starts(bucket_bytes: Iterable[int]) -> list[int]:
 def base_version(tensors: Iterable[refit_pb2.TensorSpec]) -> WeightVersion:
     """The version of an engine that still serves the checkpoint it started from."""
     return WeightVersion(run="", lineage="base", number=0, manifest_digest=table_digest(tensors))
+
+
+def _bucket_body(bucket: refit_pb2.Bucket) -> dict[str, Any]:
+    return {"bytes": bucket.bytes, "checksum": bucket.checksum, "index": bucket.index}
+
+
+def _part_body(part: refit_pb2.Part) -> dict[str, Any]:
+    return {
+        "buckets": [_bucket_body(bucket) for bucket in part.buckets],
+        "pieces": [
+            {
+                "bucket": p.bucket,
+                "bytes": p.bytes,
+                "digest": p.digest,
+                "name": p.name,
+                "offset": p.offset,
+                "window": window_from_wire(p.window),
+            }
+            for p in part.pieces
+        ],
+        "ranks": list(part.ranks),
+    }
 
 
 def _version_body(version: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnifleet.address import canonical_json, digest_bytes
-from omnifleet.types import Digest
 from omnifleet.wire import refit_pb2
 
 WindowBody = tuple[int, list[int], list[int]]
@@ -14,9 +13,14 @@ NeedsBody = dict[str, list[WindowBody]]
 """Of one rank: source tensor -> its windows, each once."""
 
 
-def needs_digest(ranks: Sequence[NeedsBody]) -> Digest:
-    """Names what all ranks of an engine read, in their order."""
-    return digest_bytes(canonical_json(list(ranks)), "refit-needs")
+def rank_digest(needs: NeedsBody) -> str:
+    """Names what one rank reads."""
+    return digest_bytes(canonical_json(needs), "refit-rank-needs")
+
+
+def needs_digest(ranks: Sequence[str]) -> str:
+    """Names what all ranks of an engine read, by the digest of each, in their order; "" if one of them has none."""
+    return digest_bytes(canonical_json(list(ranks)), "refit-needs") if ranks and all(ranks) else ""
 
 
 def needs_to_wire(digest: str, ranks: Sequence[NeedsBody]) -> refit_pb2.NeedsReply:

@@ -20,7 +20,7 @@ from omnifleet.wire.server import serving
 from omnifleet.wire.sparse import ENCODING
 from omnifleet_refit.fold import as_hex, fold
 from omnifleet_trainer.refit.broadcast import BroadcastSender
-from omnifleet_trainer.refit.courier import Order
+from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.snapshot import Shipment
 from tests.refit_registry import Registry
 from tests.refit_world import (
@@ -204,7 +204,7 @@ async def test_every_damage_to_a_step_is_refused_by_three_workers_and_the_old_ve
         change(manifest, next(spec for spec in manifest.tensors if spec.name == "q"), buckets)
         damaged = Shipment(manifest, step.version, step.buckets, step.bytes)
         orders = {worker.id: Order(worker.client, damaged) for worker in workers}
-        outcomes = await sender.courier._round(orders, buckets, DEADLINE_S)
+        outcomes = await sender.courier._round(orders, [Leg(buckets)], DEADLINE_S)
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, OmnifleetError)]
         assert len(errors) == 3 and all(worker.holds(0) for worker in workers)
         told = [error for error in errors if error.reason is Reason.REFIT_REJECTED]

@@ -12,7 +12,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import UNVERIFIED
-from omnifleet_trainer.refit.courier import Order
+from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.snapshot import Shipment
 from tests.refit_world import (
     DEADLINE_S,
@@ -129,7 +129,7 @@ async def refused(
     """
     changed = Shipment(manifest, shipment.version, shipment.buckets, shipment.bytes)
     orders = {worker.id: Order(worker.client, changed) for worker in workers}
-    outcomes = await sender.courier._round(orders, sender.buckets(shipment), DEADLINE_S)
+    outcomes = await sender.courier._round(orders, [Leg(sender.buckets(shipment))], DEADLINE_S)
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, OmnifleetError)]
     assert len(errors) == len(workers) and all(worker.holds(-1) for worker in workers)
     told = [error.message for error in errors if error.reason is Reason.REFIT_REJECTED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -30,13 +31,16 @@ ENGINE = {
 DEADLINE_S = 60.0
 
 
-def checkpoint(out: Path, *, tied: bool) -> dict[str, Any]:
-    """A tiny Qwen2-VL in bfloat16; its tensors."""
+def checkpoint(out: Path, *, tied: bool, ranks: int = 1) -> dict[str, Any]:
+    """A tiny Qwen2-VL in bfloat16, for engines of so many ranks; its tensors."""
     from safetensors.torch import load_file, save_file
 
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 
-    write_checkpoint(out, seed=3, tie_embeddings=tied)
+    write_checkpoint(out, seed=3, tie_embeddings=tied, hidden=128 * ranks)
+    config = json.loads((out / "config.json").read_text())
+    config["vision_config"]["num_heads"] = ranks  # one head cannot be split
+    (out / "config.json").write_text(json.dumps(config))
     weights = {name: t.bfloat16() for name, t in load_file(out / "model.safetensors").items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return weights
@@ -60,16 +64,17 @@ def nudged(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def engine_on(gpu: int, model: Path) -> AsyncIterator[Any]:
+async def engine_on(gpus: str, model: Path, **settings: Any) -> AsyncIterator[Any]:
+    """A started engine. gpus: as in CUDA_VISIBLE_DEVICES. settings: of `rollout.engine`, besides ENGINE."""
     from omnifleet_rollout.engine.vllm_engine import VllmEngine
     from omnifleet_rollout.engine.vllm_launch import set_environment
 
     async def no_media() -> str:
         raise RuntimeError("no media here")
 
-    config = RolloutConfig.model_validate({"engine": ENGINE})
+    config = RolloutConfig.model_validate({"engine": ENGINE | settings})
     set_environment(config.engine)
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     engine = VllmEngine(model, config, find_media=no_media, secret="")
     try:
         await engine.start()

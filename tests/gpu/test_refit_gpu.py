@@ -1,6 +1,7 @@
 """On a GPU machine: refits of real engines, checked byte by byte; the way back, kept plans, loans.
 
-One GPU: transport `cuda_ipc`. Two: `nccl` too, the trainer's half on the first and the engine on the second.
+One GPU: transport `cuda_ipc`. Two: `nccl` too, the trainer's half on the first and the engine on the second. Three: an
+engine of two ranks, which are sent slices.
 Run: python -m pytest tests/gpu/test_refit_gpu.py -m gpu
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import save_file
 
 from omnifleet.auth import OPEN
 from omnifleet.client.refit import RefitClient
@@ -61,7 +63,10 @@ async def test_every_byte_is_what_a_fresh_engine_loads(
     model, exported = tmp_path / "model", tmp_path / "exported"
     weights = checkpoint(model, tied=tied)
     trains = {name for name in weights if not name.startswith("visual.")}
-    async with engine_on(1 if transport == "nccl" else 0, model) as engine, refit_client(engine) as client:
+    async with (
+        engine_on("1" if transport == "nccl" else "0", model) as engine,
+        refit_client(engine) as client,
+    ):
         assert transport in (await client.describe()).transports
         device = torch.device("cuda", 0)
         snapshot = Snapshot(device, 1 << 20)
@@ -88,10 +93,8 @@ async def test_every_byte_is_what_a_fresh_engine_loads(
         if courier is not None:
             courier.close()
     shutil.copytree(model, exported)
-    from safetensors.torch import save_file
-
     save_file(now, exported / "model.safetensors", metadata={"format": "pt"})
-    async with engine_on(0, exported) as fresh:
+    async with engine_on("0", exported) as fresh:
         theirs = await fresh._rpc("omni_digests")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
@@ -128,12 +131,14 @@ class Joined:
 
 @dataclass
 class Fleet:
-    """Engines on one GPU, a sender on the same GPU, and what the trainer believes its weights to be."""
+    """Engines, a sender on the first GPU, and what the trainer believes its weights to be. gpus, settings: of an engine."""
 
     folder: Path
     weights: dict[str, Any]
     registry: Registry
     sender: BroadcastSender
+    gpus: str = "0"
+    settings: dict[str, Any] = field(default_factory=dict)
     workers: list[Joined] = field(default_factory=list)
     step: int = 0
     believed: dict[str, Any] = field(default_factory=dict)
@@ -154,7 +159,7 @@ class Fleet:
 
     @asynccontextmanager
     async def joined(self, name: str) -> AsyncIterator[Joined]:
-        async with engine_on(0, self.folder / "model") as engine:
+        async with engine_on(self.gpus, self.folder / "model", **self.settings) as engine:
             joined = Joined(name, engine)
             async with serving(
                 "127.0.0.1:0", joined.worker.register, tokens=OPEN, knob="test", grace_s=0
@@ -168,12 +173,10 @@ class Fleet:
                     del self.registry.workers[name]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    """One worker whose plan was recorded, checked and kept: it has had two versions."""
-    folder = tmp_path_factory.mktemp("fleet")
-    weights, registry = checkpoint(folder / "model", tied=False), Registry()
-    shutil.copytree(folder / "model", folder / "scored")
+@asynccontextmanager
+async def fleet_in(folder: Path, transport: str, *, ranks: int = 1, **placed: Any) -> AsyncIterator[Fleet]:
+    """A fleet without workers; what it keeps is in `folder`."""
+    weights, registry = checkpoint(folder / "model", tied=False, ranks=ranks), Registry()
 
     def register(server: object) -> None:
         fleet_pb2_grpc.add_FleetServicer_to_server(registry, server)
@@ -191,18 +194,26 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
                 run="r",
                 lineage="l",
                 device=DEVICE,
-                transport=TRANSPORT,
+                transport=transport,
                 host="127.0.0.1",
                 device_bucket_bytes=1 << 20,
             )
         )
-        fleet = Fleet(folder, weights, registry, sender)
-        sender.guard = Guard(Canary(PROMPT, REPLY, TOLERANCE), "", fleet.expect)
-        await stack.enter_async_context(fleet.joined("first"))
-        for _ in range(2):
-            report = await fleet.publish()
-            assert report.ok == ("first",), report.failed
-        yield fleet
+        yield Fleet(folder, weights, registry, sender, **placed)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    """One worker whose plan was recorded, checked and kept: it has had two versions."""
+    folder = tmp_path_factory.mktemp("fleet")
+    async with fleet_in(folder, TRANSPORT) as fleet:
+        shutil.copytree(folder / "model", folder / "scored")
+        fleet.sender.guard = Guard(Canary(PROMPT, REPLY, TOLERANCE), "", fleet.expect)
+        async with fleet.joined("first"):
+            for _ in range(2):
+                report = await fleet.publish()
+                assert report.ok == ("first",), report.failed
+            yield fleet
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -246,3 +257,27 @@ async def test_a_second_engine_begins_with_the_kept_plan_and_takes_its_weights_f
         assert report.ok == ("first", "second"), report.failed
         assert await second.digests() == await first.digests()
         assert await second.by_plan() == 2
+
+
+async def test_two_ranks_are_sent_slices_and_hold_what_fresh_ranks_load(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 3:
+        pytest.skip("needs three GPUs")
+    two = {"tensor_parallel_size": 2}
+    async with fleet_in(tmp_path, "nccl", ranks=2, gpus="1,2", settings=two) as fleet:
+        async with fleet.joined("two") as worker:
+            for step in range(3):
+                report = await fleet.publish()
+                assert report.ok == ("two",), report.failed
+                _, manifest = worker.worker.receiver.serves()
+                assert manifest is not None and bool(manifest.parts) == (step > 0), (
+                    "the first is the loader's"
+                )
+            ours = await worker.engine._rpc_all("omni_digests")
+        shutil.copytree(tmp_path / "model", tmp_path / "exported")
+        save_file(fleet.believed, tmp_path / "exported" / "model.safetensors", metadata={"format": "pt"})
+        async with engine_on("1,2", tmp_path / "exported", **two) as fresh:
+            theirs = await fresh._rpc_all("omni_digests")
+    assert len(ours) == 2
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        assert [name for name in mine if mine[name] != other[name]] == []

@@ -24,17 +24,17 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 
+from omnifleet_refit.windows import View  # noqa: E402
 from omnifleet_rollout.refit.plan import Plan, agrees, record, replay, state_digests  # noqa: E402
 
 
-def alone(plan: Plan, sources: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The sources as a rank would hold them that was sent its own slices and nothing else: all other elements are NaN."""
-    cut = {}
-    for name, tensor in sources.items():
-        cut[name] = torch.full_like(tensor, float("nan"))
-        for view in plan.needs().get(name, ()):
-            view.on(cut[name]).copy_(view.on(tensor.contiguous()))
-    return cut
+def alone(plan: Plan, sources: dict[str, torch.Tensor]) -> dict[tuple[str, View], torch.Tensor]:
+    """What a rank is sent that takes its own slices and nothing else."""
+    return {
+        (name, view): view.on(sources[name].contiguous()).clone(memory_format=torch.contiguous_format)
+        for name, views in plan.needs().items()
+        for view in views
+    }
 
 
 def main(folder: str, meeting: str, rank: int, ranks: int) -> None:
@@ -66,7 +66,7 @@ def main(folder: str, meeting: str, rank: int, ranks: int) -> None:
             loaded_new = state_digests(model)
             for parameter in model.parameters():
                 parameter.fill_(7)
-            replay(plan.bind(model, alone(plan, new)))
+            replay(plan.bind_pieces(model, alone(plan, new)))
         missing = [name for name, digest in state_digests(model).items() if loaded_new[name] != digest]
     targets = {move.target for move in plan.moves}
     print("RESULT " + json.dumps({

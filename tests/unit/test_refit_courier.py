@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_trainer.refit.courier import Courier, Order, Outcome
+from omnifleet_trainer.refit.courier import Courier, Leg, Order, Outcome
 
 BUSY = OmnifleetError(Reason.CONFLICT, "another refit step is running", retryable=True)
 
@@ -21,7 +21,7 @@ class Scripted(Courier):
         self.outcomes = list(outcomes)
 
     async def _round(
-        self, orders: Mapping[str, Order], buckets: Sequence[torch.Tensor], deadline_s: float
+        self, orders: Mapping[str, Order], legs: Sequence[Leg], deadline_s: float
     ) -> dict[str, Outcome]:
         return {id: self.outcomes.pop(0) for id in orders}
 

@@ -54,6 +54,10 @@ class OmnifleetExtension:
         """Forget the shadow."""
         return _answer(self._omni_stager.drop)
 
+    def omni_needs(self) -> str:
+        """What this rank reads of each source tensor; nothing if it needs them whole."""
+        return _answer(lambda: self._omni_stager.needs)
+
     def omni_digests(self) -> str:
         """Checksums of all tensors of the model as they are now: what two engines must have in common."""
         return _answer(lambda: state_digests(self.model_runner.get_model()))
@@ -91,6 +95,7 @@ class OmnifleetExtension:
             "plan": plan.key if plan else "",
             "door": self._omni_door.name,
             "sparse": self._omni_stager.takes_sparse,
+            "needs": self._omni_stager.needs_digest,
         }
 
     def _omni_plan(self, model: torch.nn.Module, rank: int, kept: KeptPlans) -> tuple[Plan | None, bool]:

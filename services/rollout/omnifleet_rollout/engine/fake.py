@@ -20,6 +20,7 @@ from omnifleet.prompt import lay_out
 from omnifleet.types import FinishReason, InFlight, LogprobsMode, MediaKind, MediaRef
 from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import DTYPE_BYTES
+from omnifleet.wire.needs import NeedsBody
 from omnifleet_rollout.engine.port import (
     EXTRAS,
     EngineDelta,
@@ -280,6 +281,14 @@ class FakeEngine:
     async def drop_stage(self) -> None:
         """Forget the shadow. See `Engine.drop_stage`."""
         self._shadow, self._staged = None, {}
+
+    def needs(self) -> str:
+        """Whole tensors. See `Engine.needs`."""
+        return ""
+
+    async def read_needs(self) -> list[NeedsBody]:
+        """None. See `Engine.read_needs`."""
+        return []
 
     async def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> None:
         """Write what was committed. See `Engine.export`."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from omnifleet.types import FinishReason, InFlight, LogprobsMode, MediaRef, Sampling
 from omnifleet.wire import refit_pb2
+from omnifleet.wire.needs import NeedsBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,14 @@ class Engine(Protocol):
 
     async def drop_stage(self) -> None:
         """Forget the shadow. Idempotent."""
+        ...
+
+    def needs(self) -> str:
+        """Names what `read_needs` would answer now; "" if the next refit must bring tensors whole."""
+        ...
+
+    async def read_needs(self) -> list[NeedsBody]:
+        """What each rank reads of each source tensor, so that it can be sent that alone; empty if it can't."""
         ...
 
     async def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from omnifleet.config.services import RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
 from omnifleet.types import FinishReason, InFlight, MediaRef, Sampling
+from omnifleet.wire.needs import NeedsBody, needs_digest
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.checkpoint import read_config, read_table
 from omnifleet_rollout.engine.port import (
@@ -63,6 +64,7 @@ class VllmEngine:
         self._asleep: list[str] = []
         """Kinds of memory that are given up."""
         self._doors: list[str] = []
+        self._needs = ""
         self._stats = EngineStats()
         self._counters: dict[str, float] = {"encoder_items": 0.0}
         self._polling: asyncio.Task[None] | None = None
@@ -90,6 +92,7 @@ class VllmEngine:
         seams.check_front(self._llm, media=self._media.takes_any)
         ranks = await self._rpc_all("omni_ready")
         self._doors = [str(rank["door"]) for rank in ranks]
+        self._needs = needs_digest([str(rank["needs"]) for rank in ranks])
         await self._within(_RPC_S, self._warm_up(), "generate its first token")
         engine = self._config.engine
         self._facts = EngineFacts(
@@ -360,7 +363,8 @@ class VllmEngine:
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool
     ) -> int:
         """Load the shadow. See `Engine.commit`."""
-        loaded = await self._rpc("omni_commit", manifest_digest)
+        ranks = await self._rpc_all("omni_commit", manifest_digest)
+        self._needs = needs_digest([str(rank["needs"]) for rank in ranks])
         # Kept requests go on with the KV they have, by policy. New ones never see it: their salt names the new version.
         if policy is not InFlight.KEEP:
             reset = self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -370,11 +374,19 @@ class VllmEngine:
             await self._within(_PAUSE_S, self._llm.reset_encoder_cache(), "reset its encoder cache")
         if self._compat.labels:
             await self._within(_PAUSE_S, self._llm.update_weight_version(label), "take the version")
-        return int(loaded["tensors"])
+        return int(ranks[0]["tensors"])
 
     async def drop_stage(self) -> None:
         """Forget the shadow. See `Engine.drop_stage`."""
         await self._rpc("omni_drop")
+
+    def needs(self) -> str:
+        """As of the last commit. See `Engine.needs`."""
+        return self._needs
+
+    async def read_needs(self) -> list[NeedsBody]:
+        """Between two steps. See `Engine.read_needs`."""
+        return await self._rpc_all("omni_needs") if self._needs else []
 
     async def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> None:
         """Write source tensors. See `Engine.export`."""

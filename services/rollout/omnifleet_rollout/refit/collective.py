@@ -1,27 +1,32 @@
-"""Transport `nccl`: buckets broadcast to all receivers of a group (gloo where the weights are on a CPU)."""
+"""Transport `nccl`: buckets broadcast to all receivers of a group (gloo where the weights are on a CPU).
+
+Whole tensors come in one group of all ranks; slices in one group for each part that this rank takes, in their order.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet_refit.group import Group, join
-from omnifleet_rollout.refit.buckets import Memory, Verification, layout
+from omnifleet_rollout.refit.buckets import Bucket, Memory, Verification, layout
+from omnifleet_rollout.refit.pieces import Leg
 from omnifleet_rollout.refit.source import Seat
 
-_GROUPS = 2
+_MEETINGS = 2
 
 
 class Collective:
-    """The groups that this rank was in last: the fleet's, and one of its own. `offset`: our rank within the engine."""
+    """The groups that this rank was in last: the fleet's, and those of its own. `offset`: our rank within the engine."""
 
     def __init__(self, memory: Memory, offset: int = 0) -> None:
         self._memory, self._offset = memory, offset
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, dict[str, Group]] = {}
+        """By meeting, then by name."""
         self._using: Group | None = None
         self._cancelled = False
 
@@ -31,25 +36,17 @@ class Collective:
         Raises REFIT_REJECTED (bytes or layout), UNAVAILABLE (the group broke), DEADLINE. What serves is not touched.
         """
         seat = Seat.parse(source)
-        deadline = time.monotonic() + seat.deadline_s
-        buckets = layout(body)
-        buffers = self._memory.take([bucket.size for bucket in buckets])
-        self._cancelled = False
-        group = self._join(seat)
-        verification = Verification(body, self._memory.device)
-        try:
-            group.say_ready()
-            with group.stream():
-                for bucket, data in zip(buckets, buffers, strict=True):
-                    group.broadcast(data, deadline)
-                    verification.queue(bucket, data)
-                group.finish(deadline)
-        except OmnifleetError:
-            self._memory.release()  # a broken group may still write into it
-            raise
-        with group.stream():
-            verification.check()
-        return self._memory.cut(buckets, buffers)
+        return self._receive(body, seat, [(seat.of_rank(self._offset), layout(body))])
+
+    def receive_legs(
+        self, body: Mapping[str, Any], source: str, legs: Sequence[Leg]
+    ) -> dict[str, torch.Tensor]:
+        """Like `receive`, of the parts that this rank takes; the tensors by their names in the legs' buckets."""
+        if not legs:
+            return {}
+        seat = Seat.parse(source)
+        seats = [seat.of_part(leg.number, leg.ranks, self._offset) for leg in legs]
+        return self._receive(body, seat, list(zip(seats, (leg.buckets for leg in legs), strict=True)))
 
     def cancel(self) -> None:
         """End a `receive` that runs in another thread. Idempotent."""
@@ -57,21 +54,50 @@ class Collective:
         if self._using is not None:
             self._using.abort()
 
-    def _join(self, seat: Seat) -> Group:
-        group = self._groups.pop(seat.name, None)
+    def _receive(
+        self, body: Mapping[str, Any], meeting: Seat, legs: Sequence[tuple[Seat, Sequence[Bucket]]]
+    ) -> dict[str, torch.Tensor]:
+        deadline = time.monotonic() + meeting.deadline_s
+        buckets = [bucket for _, inside in legs for bucket in inside]
+        buffers = self._memory.take([bucket.size for bucket in buckets])
+        verification = Verification(body, self._memory.device)
+        self._cancelled = False
+        coming = iter(buffers)
+        for seat, inside in legs:
+            group = self._join(meeting.name, seat, deadline - time.monotonic())
+            try:
+                group.say_ready()
+                with group.stream():
+                    for bucket, data in zip(inside, coming, strict=False):
+                        group.broadcast(data, deadline)
+                        verification.queue(bucket, data)
+                    group.finish(deadline)
+            except OmnifleetError:
+                self._memory.release()  # a broken group may still write into it
+                raise
+        with group.stream():
+            verification.check()
+        return self._memory.cut(buckets, buffers)
+
+    def _join(self, meeting: str, seat: Seat, timeout_s: float) -> Group:
+        groups = self._groups.pop(meeting, {})
+        while len(self._groups) >= _MEETINGS:
+            for old in self._groups.pop(next(iter(self._groups))).values():
+                old.abort()
+        self._groups[meeting] = groups
+        group = groups.get(seat.name)
         if group is None or group.broken:
-            while len(self._groups) >= _GROUPS:
-                self._groups.pop(next(iter(self._groups))).abort()
             group = join(
                 seat.host,
                 seat.port,
                 seat.name,
-                rank=seat.rank + self._offset,
+                rank=seat.rank,
                 size=seat.size,
                 device=self._memory.device,
-                timeout_s=seat.deadline_s,
+                timeout_s=max(timeout_s, 0.001),
             )
-        self._groups[seat.name] = self._using = group
+            groups[seat.name] = group
+        self._using = group
         if self._cancelled:
             group.abort()
             raise retryable(Reason.UNAVAILABLE, "the stage was dropped before its group met")

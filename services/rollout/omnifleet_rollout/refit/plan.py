@@ -78,6 +78,18 @@ class Plan:
                 pairs.append((into, move.read.on(source, int(source.storage_offset())).expand(into.shape)))
         return pairs
 
+    def bind_pieces(
+        self, model: torch.nn.Module, pieces: Mapping[tuple[str, View], torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Like `bind`, of windows of sources: (name, window) -> its elements, in the window's shape."""
+        targets, pairs = dict(_memory(model)), []
+        for move in self.moves:
+            piece = pieces.get((move.source, move.read))
+            if piece is not None:
+                into = move.write.on(targets[move.target])
+                pairs.append((into, piece.expand(into.shape)))
+        return pairs
+
     def needs(self) -> dict[str, tuple[View, ...]]:
         """The windows of each source that this rank reads, each once: all that it would have to be sent."""
         windows: dict[str, dict[View, None]] = {}
@@ -88,7 +100,7 @@ class Plan:
     @property
     def share(self) -> float:
         """Elements that this rank reads over those of all sources, 0..1: a half and a little more for one rank of two."""
-        read = sum(prod(view.shape) for views in self.needs().values() for view in views)
+        read = sum(view.elements for views in self.needs().values() for view in views)
         return min(1.0, read / max(1, sum(prod(shape) for shape in self.shapes.values())))
 
     def check_fits(self, model: torch.nn.Module) -> None:

@@ -6,8 +6,8 @@ Must not import gRPC's runtime: an engine's process may be forked from ours.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from omnifleet.errors import OmnifleetError, Reason
@@ -50,6 +50,22 @@ class Seat:
             raise OmnifleetError(
                 Reason.INVALID_REQUEST, f"{text} is not the address of a group: {error}"
             ) from error
+
+    def of_rank(self, rank: int) -> Seat:
+        """The place of one of the engine's ranks."""
+        return replace(self, rank=self.rank + rank)
+
+    def of_part(self, number: int, ranks: Sequence[int], rank: int) -> Seat:
+        """The place of one of the engine's ranks in the group of a part, which is for `ranks` of each engine.
+
+        With parts, a seat counts engines as if each were one rank.
+        """
+        return replace(
+            self,
+            name=f"{self.name}.{number}",
+            rank=1 + (self.rank - 1) * len(ranks) + ranks.index(rank),
+            size=1 + (self.size - 1) * len(ranks),
+        )
 
 
 def source_of(request: refit_pb2.StageRequest, transports: Collection[str]) -> str:

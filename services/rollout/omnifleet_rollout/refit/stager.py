@@ -15,12 +15,15 @@ import torch
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.wire.manifest import UNVERIFIED, json_digest
+from omnifleet.wire.needs import NeedsBody, rank_digest
+from omnifleet_refit.windows import Needs
 from omnifleet_rollout.refit import ipc
 from omnifleet_rollout.refit.background import Background
 from omnifleet_rollout.refit.buckets import DTYPES, Memory
 from omnifleet_rollout.refit.collective import Collective
 from omnifleet_rollout.refit.filling import fill
 from omnifleet_rollout.refit.kept import KeptPlans
+from omnifleet_rollout.refit.pieces import Leg, as_pieces, legs_of
 from omnifleet_rollout.refit.plan import Plan, agrees, replay
 from omnifleet_rollout.refit.restoring import Restoring
 from omnifleet_rollout.refit.shadow import ShadowTensor, check_table, read_transfer, rejected
@@ -36,11 +39,31 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a commit did. tensors: how many changed; by_plan: copied straight into parameter memory."""
+    """What a commit did. tensors: how many changed; by_plan: copied straight into parameter memory.
+
+    needs: see `Stager.needs_digest`, as of after it.
+    """
 
     tensors: int
     by_plan: bool
     seconds: float
+    needs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a stage brought.
+
+    sources: whole tensors, none where slices came. names: tensors that change. pairs: the plan's copies.
+    """
+
+    sources: Sources
+    pairs: Pairs
+    names: frozenset[str]
+    bytes: int
+
+
+_NOTHING = Received({}, [], frozenset(), 0)
 
 
 class Stager:
@@ -61,9 +84,12 @@ class Stager:
         self._model, self._weights, self._plan, self._load = model, weights, plan, load
         self._memory = Memory(device)
         self._collective = Collective(self._memory, rank)
-        self._stage: Background[tuple[Sources, Pairs]] | None = None
-        self._digest, self._pairs = "", Pairs()
+        self._stage: Background[Received] | None = None
+        self._digest, self._received = "", _NOTHING
         self._last: tuple[Sources | None, Pairs] = (None, [])
+        self._rank = rank
+        self._reads = {} if plan is None else plan.needs()
+        self._reads_digest = "" if plan is None else rank_digest(_needs_body(self._reads))
         self._kept, self._checked = kept, checked and plan is not None
         self._since_check = 0
         self.refits_by_plan, self.last_load_s = 0, 0.0
@@ -73,6 +99,17 @@ class Stager:
         """True if the bytes of the version that serves are here: on the host, or whole in parameter memory."""
         table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in self._weights.table.items()}
         return self._plan is None or Restoring(self._plan, self._model).all_of(table)
+
+    @property
+    def needs_digest(self) -> str:
+        """Names `needs`; "" where the next refit must bring tensors whole: no plan, one to be checked, or one due for it."""
+        due = not self._checked or self._since_check >= CHECK_EVERY
+        return "" if self._plan is None or due else self._reads_digest
+
+    @property
+    def needs(self) -> NeedsBody:
+        """What this rank reads of each source tensor."""
+        return _needs_body(self._reads) if self.needs_digest else {}
 
     def begin(
         self, manifest_json: str, source: str, tell: Callable[[int | OmnifleetError], None] | None = None
@@ -88,9 +125,12 @@ class Stager:
         check_table(body, self._weights.table)
         if body["checksum_algorithm"] == UNVERIFIED and UNVERIFIED_ENV not in os.environ:
             raise rejected("this worker takes nothing without checksums")
+        legs = self._legs(body, source) if body.get("parts") else []
         self._digest = json_digest(manifest_json.encode())
         self._stage = Background(
-            lambda: self._receive(body, source), self._collective.cancel, lambda result: _report(result, tell)
+            lambda: self._receive(body, source, legs),
+            self._collective.cancel,
+            lambda result: _report(result, tell),
         )
 
     def poll(self) -> int | None:
@@ -100,13 +140,14 @@ class Stager:
         if self._stage.running:
             return None
         try:
-            self._weights.shadow, self._pairs = self._stage.result()
+            self._received = self._stage.result()
+            self._weights.shadow = self._received.sources
         except BaseException:
             self._digest = ""
             raise
         finally:
             self._stage = None
-        return sum(tensor.nbytes for tensor in self._weights.shadow.values())
+        return self._received.bytes
 
     def commit(self, manifest_digest: str) -> Loaded:
         """Load the shadow. Raises REFIT_REJECTED, nothing changed, if that is not what is staged; else weights may be mixed."""
@@ -115,14 +156,14 @@ class Stager:
             self.poll()
         if not manifest_digest or self._digest != manifest_digest or self._stage is not None:
             raise rejected(f"refit {manifest_digest[:12]} is not in the shadow")
-        began, count = time.monotonic(), len(weights.shadow)
+        began, names = time.monotonic(), self._received.names
         with torch.no_grad():
             by_plan = self._apply()
         self.refits_by_plan += by_plan
-        weights.commit(by_plan=self._plan is not None and self._checked)
+        weights.commit(names, by_plan=self._plan is not None and self._checked)
         self.drop()
         self.last_load_s = time.monotonic() - began
-        return Loaded(count, by_plan, self.last_load_s)
+        return Loaded(len(names), by_plan, self.last_load_s, self.needs_digest)
 
     def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> int:
         """Write source tensors of the committed weights (name, dtype) one after another into the file at `path`; bytes.
@@ -142,12 +183,21 @@ class Stager:
     def drop(self) -> None:
         """Forget the shadow, and end a stage that runs. Raises CONFLICT if it does not end."""
         stage, self._stage = self._stage, None
-        self._digest, self._pairs, self._weights.shadow = "", [], {}
+        self._digest, self._received, self._weights.shadow = "", _NOTHING, {}
         if stage is not None and not stage.stop():
             self._stage = stage
             raise OmnifleetError(Reason.CONFLICT, "the last stage does not end", retryable=True)
 
-    def _receive(self, body: Mapping[str, Any], source: str) -> tuple[Sources, Pairs]:
+    def _legs(self, body: Mapping[str, Any], source: str) -> list[Leg]:
+        if self._plan is None or not self._checked:
+            raise rejected("slices came, but this engine's plan is not checked: it takes tensors whole")
+        if not source.startswith(GROUP):
+            raise rejected("slices come over groups only")
+        return legs_of(body, self._rank, self._reads)
+
+    def _receive(self, body: Mapping[str, Any], source: str, legs: Sequence[Leg]) -> Received:
+        if legs or body.get("parts"):
+            return self._receive_pieces(body, source, legs)
         restored = self._holder()
 
         def held(name: str) -> torch.Tensor:
@@ -163,7 +213,15 @@ class Stager:
         else:
             read = read_transfer(body, Path(source), lambda name: _bytes(held(name)))
             tensors = {tensor.name: _tensor(tensor) for tensor in read}
-        return tensors, self._bound(tensors)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        return Received(tensors, self._bound(tensors), frozenset(tensors), size)
+
+    def _receive_pieces(self, body: Mapping[str, Any], source: str, legs: Sequence[Leg]) -> Received:
+        assert self._plan is not None
+        pieces = as_pieces(legs, self._collective.receive_legs(body, source, legs))
+        names = frozenset(tensor["name"] for tensor in body["tensors"] if tensor["changed"])
+        pairs = self._plan.bind_pieces(self._model, pieces)
+        return Received({}, pairs, names, sum(piece.nbytes for piece in pieces.values()))
 
     def _holder(self) -> Callable[[str], torch.Tensor | None]:
         """Finds source tensors of the committed version: on the host, in the checkpoint, or in parameter memory."""
@@ -200,7 +258,7 @@ class Stager:
             self._load()
             return False
         self._since_check += 1
-        replay(self._pairs)
+        replay(self._received.pairs)
         _wait(self._memory.device)
         return True
 
@@ -225,9 +283,11 @@ class Stager:
         return False
 
 
-def _report(
-    result: tuple[Sources, Pairs] | Exception, tell: Callable[[int | OmnifleetError], None] | None
-) -> None:
+def _needs_body(needs: Needs) -> NeedsBody:
+    return {name: [view.body for view in views] for name, views in sorted(needs.items())}
+
+
+def _report(result: Received | Exception, tell: Callable[[int | OmnifleetError], None] | None) -> None:
     if tell is None:
         return
     if isinstance(result, OmnifleetError):
@@ -235,7 +295,7 @@ def _report(
     elif isinstance(result, Exception):
         tell(OmnifleetError(Reason.ENGINE_ERROR, f"the stage failed: {result!r}"))
     else:
-        tell(sum(tensor.nbytes for tensor in result[0].values()))
+        tell(result.bytes)
 
 
 def _as_sent(name: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

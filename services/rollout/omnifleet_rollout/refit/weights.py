@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -54,11 +54,11 @@ class Weights:
             tensor = self.shadow.get(name, self._committed.get(name))
             yield name, tensor if tensor is not None else _read(on_disk[name], name)
 
-    def commit(self, *, by_plan: bool) -> None:
-        """The shadow is loaded."""
+    def commit(self, names: Collection[str], *, by_plan: bool) -> None:
+        """What is in the shadow is loaded, and of the tensors named all that this rank reads."""
         if by_plan:
-            self._by_plan.update(self.shadow)
-            self._committed = {n: t for n, t in self._committed.items() if n not in self.shadow}
+            self._by_plan.update(names)
+            self._committed = {n: t for n, t in self._committed.items() if n not in names}
         else:
             self._by_plan -= self.shadow.keys()
             self._committed.update({name: _own(tensor) for name, tensor in self.shadow.items()})

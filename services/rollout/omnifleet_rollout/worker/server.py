@@ -28,6 +28,7 @@ from omnifleet.wire.codec import (
     version_from_wire,
     version_to_wire,
 )
+from omnifleet.wire.needs import needs_to_wire
 from omnifleet.wire.server import INSTANCE, handshake
 from omnifleet_rollout.engine.port import Engine
 from omnifleet_rollout.refit.lending import Lending
@@ -144,7 +145,13 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
             engine=facts.info,
             ranks=facts.ranks,
             sparse=facts.sparse,
+            needs=self._engine.needs(),
         )
+
+    async def Needs(self, request: refit_pb2.NeedsRequest, context: Any) -> refit_pb2.NeedsReply:
+        """See the contract."""
+        digest = self._engine.needs()
+        return needs_to_wire(digest, await self._engine.read_needs() if digest else [])
 
     async def Stage(self, request: refit_pb2.StageRequest, context: Any) -> refit_pb2.StageReply:
         """See the contract."""

@@ -22,9 +22,12 @@ from omnifleet.client.refit import Commit, EngineView, RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import WeightVersion
 from omnifleet_refit.group import Meeting
+from omnifleet_refit.windows import Needs, View
 from omnifleet_trainer.policy.port import Tensor
-from omnifleet_trainer.refit.courier import Courier, Order, Outcome
+from omnifleet_trainer.refit.choice import Taker, choose
+from omnifleet_trainer.refit.courier import Courier, Leg, Order, Outcome
 from omnifleet_trainer.refit.handles import handles
+from omnifleet_trainer.refit.parts import Cut
 from omnifleet_trainer.refit.sender import RefitReport, RefitSender
 from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Shipment, Snapshot
 
@@ -82,6 +85,8 @@ class BroadcastSender(RefitSender):
         self._kept: OnDevice | None = None
         """The version before, in host memory, if there is a guard."""
         self._keeping = asyncio.Lock()
+        self._read: tuple[str, Sequence[Needs]] = ("", [])
+        """What an engine's ranks read, by the digest of it: the last that was asked for."""
 
     @staticmethod
     @asynccontextmanager
@@ -207,7 +212,6 @@ class BroadcastSender(RefitSender):
         clients: Mapping[str, RefitClient],
         courier: str,
     ) -> dict[str, Outcome]:
-        parents = {worker.id: self._parent(worker) for worker in workers}
         views: dict[str, EngineView] = {}
         outcomes: dict[str, Outcome] = {}
         for worker in workers:
@@ -215,57 +219,72 @@ class BroadcastSender(RefitSender):
                 views[worker.id] = await clients[worker.id].describe(deadline_s=self._delivery.timeout_s)
             except OmnifleetError as error:
                 outcomes[worker.id] = error
-        shipments = self._shipments(release, {id: parents[id] for id in views}, views)
+        if not views:
+            return outcomes
+        snapshot = release.snapshot
+        lives = snapshot is self._snapshot  # else it is on the host, which is slow to cut
+        needs = await self._needs(views, clients) if lives and self._meeting is not None else []
+        takers = {
+            worker.id: self._taker(worker, views[worker.id]) for worker in workers if worker.id in views
+        }
+        shipments = await asyncio.to_thread(
+            choose, snapshot, release.version, takers, needs, release.encoder_changed
+        )
         for id, shipment in shipments.items():
             self._delivery.expect(id, shipment.version)
-        if not shipments:
-            return outcomes
         orders = {id: Order(clients[id], shipment, views[id].ranks) for id, shipment in shipments.items()}
         shipment = next(iter(shipments.values()))
         release.sent.append(shipment.bytes)
-        lying = release.snapshot.contents(shipment)
-        buckets = lying if release.snapshot is self._snapshot else Lifted(lying, self._snapshot.device)
-        staged = await self._move(orders, buckets, courier)
+        staged = await self._move(orders, self._legs(snapshot, shipment), courier)
         for id, outcome in staged.items():
             if shipment.step and isinstance(outcome, OmnifleetError):
                 self._delivery.refused_sparse(id, outcome)
         return outcomes | staged
 
-    def _shipments(
-        self,
-        release: OnDevice,
-        parents: Mapping[str, WeightVersion | None],
-        views: Mapping[str, EngineView],
-    ) -> dict[str, Shipment]:
-        """What each worker is sent, all of the same buckets: a step if all can take one, else what any of them lacks."""
-        snapshot, version, changed = release.snapshot, release.version, release.encoder_changed
-        held = {id: self._digests[parent.number] if parent else None for id, parent in parents.items()}
-        steps: dict[str, Shipment] = {}
-        for id, parent in parents.items():
-            digests, able = held[id], views[id].sparse and not self._delivery.refuses_sparse(id)
-            if parent is not None and digests is not None and able:
-                step = snapshot.step_on(version, parent, digests, changed)
-                steps |= {} if step is None else {id: step}
-        if len(steps) == len(parents):
-            return steps
-        together = set[int]().union(*(snapshot.needed(digests) for digests in held.values()))
-        return {
-            id: snapshot.shipment(version, parent, held[id], changed, together)
-            for id, parent in parents.items()
-        }
+    def _taker(self, worker: WorkerView, view: EngineView) -> Taker:
+        serves = self._delivery.serves(worker)
+        parent = serves if serves is not None and serves.number in self._digests else None
+        held = self._digests[parent.number] if parent is not None else None
+        return Taker(parent, held, view.sparse and not self._delivery.refuses_sparse(worker.id))
+
+    async def _needs(
+        self, views: Mapping[str, EngineView], clients: Mapping[str, RefitClient]
+    ) -> Sequence[Needs]:
+        """What the ranks of every worker read; empty if workers differ, have one rank, or take tensors whole."""
+        wanted = {(view.needs, view.ranks) for view in views.values()}
+        digest, ranks = wanted.pop()
+        if wanted or not digest or ranks == 1:
+            return []
+        if self._read[0] != digest:
+            try:
+                said, bodies = await next(iter(clients.values())).needs(deadline_s=self._delivery.timeout_s)
+            except OmnifleetError as error:
+                log.warning("%s; its engine is sent tensors whole", error)
+                return []
+            if said != digest or len(bodies) != ranks:
+                return []  # it has changed its mind meanwhile
+            self._read = (digest, [{n: [View.parse(w) for w in ws] for n, ws in b.items()} for b in bodies])
+        return self._read[1]
+
+    def _legs(self, snapshot: Snapshot, shipment: Shipment) -> list[Leg]:
+        device = self._snapshot.device
+        if shipment.parts:
+            return [Leg(Cut(part, snapshot, device), part.ranks) for part in shipment.parts]
+        lying = snapshot.contents(shipment)
+        return [Leg(lying if snapshot is self._snapshot else Lifted(lying, device))]
 
     async def _move(
-        self, orders: Mapping[str, Order], buckets: Sequence[torch.Tensor], courier: str
+        self, orders: Mapping[str, Order], legs: Sequence[Leg], courier: str
     ) -> dict[str, Outcome]:
         timeout_s = self._delivery.timeout_s
         if self._meeting is not None:
             one = self._couriers.setdefault(courier, Courier(self._meeting, self._snapshot.device))
             try:
-                return await one.stage(orders, buckets, timeout_s)
+                return await one.stage_legs(orders, legs, timeout_s)
             finally:
                 if courier != "all":
                     self._couriers.pop(courier).close()
-        held = list(buckets)  # mapped by the workers: they stay until all have staged
+        held = list(legs[0].buckets)  # mapped by the workers: they stay until all have staged
         source = await asyncio.to_thread(handles, held, self._snapshot.device)
 
         async def stage(order: Order) -> Outcome:
@@ -276,11 +295,6 @@ class BroadcastSender(RefitSender):
 
         results = await asyncio.gather(*(stage(order) for order in orders.values()))
         return dict(zip(orders, results, strict=True))
-
-    def _parent(self, worker: WorkerView) -> WeightVersion | None:
-        """The version of ours that a worker holds, if we still know its digests."""
-        serves = self._delivery.serves(worker)
-        return serves if serves is not None and serves.number in self._digests else None
 
     async def close(self) -> None:
         """Stop catch-ups and leave all groups. Idempotent."""

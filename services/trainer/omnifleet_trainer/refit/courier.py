@@ -40,28 +40,48 @@ Outcome = str | OmnifleetError
 """Of a stage: the manifest's digest as the worker sees it, or why not."""
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Buckets for a group. ranks: those of each engine that are in it; None: all, of engines that may differ."""
+
+    buckets: Sequence[torch.Tensor]
+    ranks: tuple[int, ...] | None = None
+
+
 class Courier:
-    """Holds the group of the last round, since most rounds have the same members. device: of the buckets."""
+    """Holds the groups of the last round, since most rounds have the same members. device: of the buckets.
+
+    Legs are sent one after another, each in its own group: a rank that is in several meets them in the same order.
+    """
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         self._meeting, self._device = meeting, device
-        self._members: tuple[tuple[str, int], ...] = ()
+        self._members: object = None
         self._name = ""
-        self._group: Group | None = None
+        self._groups: dict[str, Group] = {}
         self.began = 0.0
         """When the first bucket of the last round was sent, monotonic s."""
 
     async def stage(
         self, orders: Mapping[str, Order], buckets: Sequence[torch.Tensor], deadline_s: float
     ) -> dict[str, Outcome]:
-        """Worker id -> outcome. All orders are of the same buckets. Rounds go on with those who are not to blame."""
+        """The same buckets to all ranks of all workers; see `stage_legs`."""
+        return await self.stage_legs(orders, [Leg(buckets)], deadline_s)
+
+    async def stage_legs(
+        self, orders: Mapping[str, Order], legs: Sequence[Leg], deadline_s: float
+    ) -> dict[str, Outcome]:
+        """Worker id -> outcome. All orders are of these legs: one for all ranks, or the parts of their manifests, in order.
+
+        Rounds go on with those who are not to blame.
+        """
         outcomes: dict[str, Outcome] = {}
         waiting = dict(orders)
         for attempt in range(_ROUNDS):
             if not waiting:
                 return outcomes
             await asyncio.sleep(attempt * _PAUSE_S)  # what was broken off ends first
-            results = await self._round(waiting, buckets, deadline_s)
+            results = await self._round(waiting, legs, deadline_s)
             outcomes |= results
             broken = [
                 id for id, r in results.items() if isinstance(r, OmnifleetError) and r.reason in _BROKEN
@@ -73,83 +93,90 @@ class Courier:
                     "the group of %s breaks and all its members answer: one by one", ", ".join(waiting)
                 )
                 for id, order in waiting.items():
-                    outcomes[id] = await self._alone(id, order, buckets, deadline_s)
+                    outcomes[id] = await self._alone(id, order, legs, deadline_s)
                 return outcomes
         return outcomes
 
-    async def _alone(
-        self, id: str, order: Order, buckets: Sequence[torch.Tensor], deadline_s: float
-    ) -> Outcome:
+    async def _alone(self, id: str, order: Order, legs: Sequence[Leg], deadline_s: float) -> Outcome:
         """A round with one worker, again for as long as it is still leaving the group that broke."""
         end = time.monotonic() + deadline_s
         while True:
-            outcome = (await self._round({id: order}, buckets, deadline_s))[id]
+            outcome = (await self._round({id: order}, legs, deadline_s))[id]
             leaving = isinstance(outcome, OmnifleetError) and outcome.reason is Reason.CONFLICT
             if not leaving or time.monotonic() > end:
                 return outcome
             await asyncio.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        """Leave the groups. Idempotent."""
+        for group in self._groups.values():
+            group.abort()
+        self._groups = {}
 
     async def _round(
-        self, orders: Mapping[str, Order], buckets: Sequence[torch.Tensor], deadline_s: float
+        self, orders: Mapping[str, Order], legs: Sequence[Leg], deadline_s: float
     ) -> dict[str, Outcome]:
-        """One broadcast to all. The first who fails before all is sent breaks it for everyone."""
-        self._seat({id: order.ranks for id, order in orders.items()})
-        size = 1 + sum(order.ranks for order in orders.values())
-        sending = asyncio.create_task(asyncio.to_thread(self._send, buckets, size, deadline_s))
+        """All legs to all, once. The first who fails before all is sent breaks it for everyone."""
+        self._seat({id: order.ranks for id, order in orders.items()}, legs)
+        whole = legs[0].ranks is None
+        sizes = [_size(leg, [order.ranks for order in orders.values()]) for leg in legs]
+        names = [self._name if whole else f"{self._name}.{number}" for number in range(len(legs))]
+        plan = list(zip(names, sizes, legs, strict=True))
+        sending = asyncio.create_task(asyncio.to_thread(self._send, self._name, plan, deadline_s))
         stages: dict[str, asyncio.Task[str]] = {}
-        rank = 1
+        rank, size = 1, sizes[0] if whole else 1 + len(orders)
         for id, order in orders.items():
             seat = Seat(self._meeting.host, self._meeting.port, self._name, rank, size)
             stage = order.client.stage(order.shipment.manifest, seat, deadline_s=deadline_s)
             stages[id] = asyncio.create_task(stage)
-            rank += order.ranks
+            rank += order.ranks if whole else 1
         dropped: set[str] = set()
         try:
             await asyncio.wait([sending, *stages.values()], return_when=asyncio.FIRST_EXCEPTION)
             if not sending.done() or sending.exception() is not None:
-                dropped = await self._break(orders, stages)
+                dropped = await self._break(orders, stages, names)
             results = await asyncio.gather(*stages.values(), return_exceptions=True)
             await asyncio.gather(sending, return_exceptions=True)
         except asyncio.CancelledError:
-            await asyncio.shield(self._break(orders, stages))
+            await asyncio.shield(self._break(orders, stages, names))
             raise
         named = zip(stages, results, strict=True)
         return {id: _outcome(result, dropped=id in dropped) for id, result in named}
 
-    def _seat(self, ranks: Mapping[str, int]) -> None:
-        """Keep the group if its members are these and it is whole, else give up on it."""
-        members = tuple(ranks.items())
-        if members != self._members or self._group is None or self._group.broken:
+    def _seat(self, ranks: Mapping[str, int], legs: Sequence[Leg]) -> None:
+        """Keep the groups if their members are these and all are whole, else give up on them."""
+        members = (tuple(ranks.items()), tuple(leg.ranks for leg in legs))
+        broken = any(group.broken for group in self._groups.values())
+        if members != self._members or not self._groups or broken:
             self.close()
             self._members, self._name = members, self._meeting.new_name()
 
-    def _send(self, buckets: Sequence[torch.Tensor], size: int, deadline_s: float) -> None:
+    def _send(self, round: str, plan: Sequence[tuple[str, int, Leg]], deadline_s: float) -> None:
+        """round: the name of this membership. plan: (name of the group, its size, what it is sent)."""
         deadline = time.monotonic() + deadline_s
-        name = self._name
-        group = self._group
-        if group is None:
-            group = self._meeting.open_group(name, size, self._device, deadline_s)
-            if name != self._name:
-                group.abort()
-                raise retryable(Reason.UNAVAILABLE, "the round was given up while its group met")
-            self._group = group
-        group.await_ready(deadline)
-        self.began = time.monotonic()
-        with group.stream():
-            for bucket in buckets:
-                group.broadcast(bucket, deadline)
-            group.finish(deadline)
+        for number, (name, size, leg) in enumerate(plan):
+            group = self._groups.get(name)
+            if group is None:
+                group = self._meeting.open_group(name, size, self._device, deadline - time.monotonic())
+                if round != self._name:
+                    group.abort()
+                    raise retryable(Reason.UNAVAILABLE, "the round was given up while its group met")
+                self._groups[name] = group
+            group.await_ready(deadline)
+            self.began = self.began if number else time.monotonic()
+            with group.stream():
+                for bucket in leg.buckets:
+                    group.broadcast(bucket, deadline)
+                group.finish(deadline)
 
-    async def _break(self, orders: Mapping[str, Order], stages: Mapping[str, asyncio.Task[str]]) -> set[str]:
+    async def _break(
+        self, orders: Mapping[str, Order], stages: Mapping[str, asyncio.Task[str]], names: Sequence[str]
+    ) -> set[str]:
         """End the waiting of all members: with NCCL one's abort is not felt by the others. Returns who was told so."""
-        if self._group is None and self._name:
-            self._meeting.call_off(self._name)
+        if self._name:
+            for name in names:
+                if name not in self._groups:
+                    self._meeting.call_off(name)
         self.close()
         self._name = ""
         told = {id for id, stage in stages.items() if not stage.done()}
@@ -159,6 +186,11 @@ class Courier:
             return_exceptions=True,
         )
         return told
+
+
+def _size(leg: Leg, ranks: Sequence[int]) -> int:
+    """Members of a leg's group. ranks: of each engine."""
+    return 1 + (sum(ranks) if leg.ranks is None else len(ranks) * len(leg.ranks))
 
 
 def _outcome(result: str | BaseException, *, dropped: bool) -> Outcome:

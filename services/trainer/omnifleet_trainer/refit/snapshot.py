@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from omnifleet_refit.fold import as_hex, fold
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.step import Step, make_step
 from omnifleet_trainer.refit.transfer import dtype_name
+
+if TYPE_CHECKING:
+    from omnifleet_trainer.refit.parts import Part
 
 BUCKET_BYTES = 1 << 30
 """Fewer and larger buckets: each costs the receiver's thread a few turns beside its engine's."""
@@ -42,7 +46,7 @@ class Place:
 class Shipment:
     """What workers that hold one version are sent: the manifest and the numbers of the buckets, in its order.
 
-    step: the buckets are those of the snapshot's step.
+    step: the buckets are those of the snapshot's step. parts: there are no buckets but those that parts are made in.
     """
 
     manifest: refit_pb2.Manifest
@@ -50,6 +54,7 @@ class Shipment:
     buckets: tuple[int, ...]
     bytes: int
     step: bool = False
+    parts: tuple[Part, ...] = ()
 
 
 class Snapshot:
@@ -146,7 +151,7 @@ class Snapshot:
         step = self.step
         if step is None or step.since != held:
             return None
-        specs = [self._spec(name, {}) for name in self.places]
+        specs = [self.spec(name) for name in self.places]
         for spec in specs:
             step.enter(spec)
         manifest = refit_pb2.Manifest(
@@ -164,6 +169,19 @@ class Snapshot:
         """The buckets of a shipment, in its manifest's order."""
         buckets = self.step.buckets if shipment.step and self.step is not None else self.buckets
         return [buckets[number] for number in shipment.buckets]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What a bucket holds, unless one tensor is larger."""
+        return self._limit
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor as it lies here, contiguous: a view."""
+        return self._views[name]
+
+    def spec(self, name: str) -> refit_pb2.TensorSpec:
+        """A tensor's line in a manifest that has it in no bucket."""
+        return self._spec(name, {})
 
     def needed(self, held: Mapping[str, str] | None) -> set[int]:
         """Buckets in which a tensor differs from what a worker holds."""
