@@ -32,8 +32,10 @@ def until(condition: Callable[[], Any], deadline_s: float, what: str | Callable[
 class CliRun:
     """`omnifleet train` as a child process, and what one would type beside it."""
 
-    def __init__(self, folder: Path, overrides: list[str], *, engine: str = "fake") -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, overrides: list[str], *, engine: str = "fake", recipe: str = str(RECIPE)
+    ) -> None:
+        self.folder, self.recipe = folder, recipe
         self.overrides = overrides
         self.engine = engine
         self.process: subprocess.Popen[str] | None = None
@@ -54,7 +56,7 @@ class CliRun:
         return done.stdout + done.stderr
 
     def train(self, *more: str) -> None:
-        command = [sys.executable, "-m", "omnifleet", "train", str(RECIPE), *self.overrides, *more]
+        command = [sys.executable, "-m", "omnifleet", "train", self.recipe, *self.overrides, *more]
         command += ["--engine", self.engine]
         self.process = subprocess.Popen(
             command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

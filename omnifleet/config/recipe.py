@@ -41,14 +41,18 @@ class RunConfig(StrictModel):
     """Seed of data order, sampling and initialisation."""
 
 
+UNTAUGHT = ("nemotron_omni", "nemotron_omni_moe")
+"""Families of tiny models that no lesson exists for."""
+
+
 class ModelConfig(StrictModel):
     """The policy's checkpoint."""
 
     path: str
     """Hugging Face folder, or `tiny`: the small model that `omnifleet tiny-model` makes."""
-    family: Literal["qwen2_vl", "qwen2_5_vl"] | None = None
-    """Of the tiny model; default: qwen2_vl, and qwen2_5_vl for the megatron backend, which has no Qwen2-VL. A folder says
-    its own."""
+    family: Literal["qwen2_vl", "qwen2_5_vl", "nemotron_omni", "nemotron_omni_moe"] | None = None
+    """Of the tiny model; default: qwen2_vl, and qwen2_5_vl for the megatron backend, which has no Qwen2-VL. The last two have
+    random weights: no lessons exist for them. A folder says its own."""
     freeze: tuple[str, ...] = ()
     """Glob patterns over parameter names that stay fixed; a pattern that matches nothing is an error."""
     trust_remote_code: bool = False
@@ -448,6 +452,10 @@ class Recipe(StrictModel):
             raise ValueError("trainer.backend = megatron has no trainer.logprob_chunk: leave it out")
         if self.model.family == "qwen2_vl":
             raise ValueError("trainer.backend = megatron has no Qwen2-VL: set model.family = qwen2_5_vl")
+        if self.model.family in UNTAUGHT:
+            raise ValueError(
+                "trainer.backend = megatron has no Nemotron Omni: set trainer.backend = automodel, or model.family = qwen2_5_vl"
+            )
         return self
 
     @property

@@ -131,6 +131,7 @@ def test_a_family_without_lessons_has_no_warm_start() -> None:
         ((), "qwen2_vl"),
         (("model.family=qwen2_5_vl",), "qwen2_5_vl"),
         (("trainer.backend=megatron",), "qwen2_5_vl"),
+        (("model.family=nemotron_omni",), "nemotron_omni"),
     ],
 )
 def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
@@ -145,6 +146,7 @@ def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
     monkeypatch.setattr(subprocess, "run", make)
     assert resolve_model("cpu-tiny", list(overrides)).model.path == "/made"
     assert asked[0][asked[0].index("--family") + 1] == expected
+    assert ("--no-warm-start" in asked[0]) == (expected == "nemotron_omni"), "no lesson exists for it"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,7 @@ def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
         ("trainer.dtype=bfloat16", "set trainer.dtype = float32"),
         ("trainer.logprob_chunk=8", "trainer.logprob_chunk: leave it out"),
         ("model.family=qwen2_vl", "set model.family = qwen2_5_vl"),
+        ("model.family=nemotron_omni", "set trainer.backend = automodel"),
     ],
 )
 def test_a_recipe_that_megatron_cannot_train_is_refused_as_a_recipe(override: str, mend: str) -> None:

@@ -17,6 +17,11 @@ from omnifleet.errors import OmnifleetError, Reason
 
 LOCK_SECONDS = 600.0
 SOURCES = ("checkpoint.py", "families.py", "scenes.py", "warmstart.py")
+OWN_SOURCES = {
+    "nemotron_omni": ("hybrid.py",),
+    "nemotron_omni_moe": ("hybrid.py",),
+    "qwen3_vl_moe": ("mixture.py",),
+}
 
 
 def cache_folder() -> Path:
@@ -27,7 +32,7 @@ def cache_folder() -> Path:
 def recipe_digest(*, seed: int, warm: bool = True, family: str = "qwen2_vl") -> str:
     """16 hex digits over the arguments and the source code that makes the model."""
     digest = hashlib.sha256(json.dumps({"seed": seed, "warm": warm, "family": family}).encode())
-    for name in SOURCES:
+    for name in (*SOURCES, *OWN_SOURCES.get(family, ())):
         digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()[:16]
 
