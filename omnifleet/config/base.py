@@ -6,9 +6,17 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
 
 from omnifleet.errors import OmnifleetError, Reason
+
+PLAN = "plan"
+"""Key of a validation context: the recipe is to be looked at and laid out, so what no backend can run is no error."""
+
+
+def is_plan(info: ValidationInfo) -> bool:
+    """Whether this validation is of a plan."""
+    return bool((info.context or {}).get(PLAN))
 
 
 class StrictModel(BaseModel):
