@@ -5,6 +5,7 @@ NeMo Gym's own servers are played in test_environments_real.py.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,10 +24,11 @@ from omnifleet.environments.play import play
 from omnifleet.errors import Reason
 from omnifleet.http import http_serving
 from omnifleet.types import VersionBound
-from tests.contract.gateway_world import v, write_tokenizer
+from tests.contract.gateway_world import PICTURE, PICTURE_BYTES, v, write_tokenizer
 from tests.integration.test_environments import order, scripted, talking, warm
 
 pytestmark = pytest.mark.timeout(120)
+PLACEHOLDER = 258
 ROW = {"responses_create_params": {"input": [{"role": "user", "content": "hello"}], "max_output_tokens": 32}}
 
 
@@ -36,7 +38,7 @@ class Agent:
     def __init__(self, gateway: str) -> None:
         self._gateway = gateway
         self.refuse: str = ""
-        self.between = "and?"
+        self.between: Any = "and?"
         self.said: dict[str, Any] = {}
 
     def app(self, address: list[str]) -> FastAPI:
@@ -116,6 +118,56 @@ async def test_an_agent_s_turns_are_one_sequence_with_the_versions_of_each(tmp_p
             lacking = Collected(str(tmp_path / "less.jsonl"), str(rows))
             played = await play(lacking, order(task, "lacking"), http)
             assert isinstance(played.outcome, Lost) and played.outcome.error.reason is Reason.CORRUPT
+
+
+def shown(data: bytes) -> dict[str, str]:
+    """A picture as a part of a Responses message."""
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"type": "input_image", "detail": "auto", "image_url": url}
+
+
+async def test_pictures_of_a_row_and_of_a_later_turn_are_media_of_the_episode(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "how many?"}, shown(PICTURE_BYTES)]}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({**ROW, "responses_create_params": {"input": [asked]}}) + "\n")
+    async with talking(tmp_path, write_tokenizer(tmp_path)) as (here, worker, http):
+        await warm(http)
+        async with agent_server(here.http) as (agent, head):
+            agent.between = [{"type": "input_text", "text": "and now?"}, shown(b"the same, enlarged")]
+            gym = NemoGym(str(rows), head, agent="mine")
+            (task,) = gym.tasks("train", None, 0)
+            assert task.text == "how many?"
+            replies = [scripted(here, "one"), scripted(here, "two")]
+            worker.replies += replies
+            episode = (await play(gym, order(task), http)).episode
+            assert episode is not None and episode.turns == 2
+            first, second = worker.requests[-2:]
+            assert [m.digest for m in first.media] == [PICTURE.digest]
+            assert [m.digest for m in second.media] == [ref.digest for ref in episode.media]
+            assert episode.media[0] == PICTURE and len(set(episode.media)) == 2
+            assert episode.prompt_token_ids.count(PLACEHOLDER) == 1
+            between = [t for t, own in zip(episode.token_ids, episode.mask, strict=True) if not own]
+            assert between.count(PLACEHOLDER) == 1, (
+                "the picture of the later turn has its place, and does not train"
+            )
+
+            said = {**agent.said, "_ng_task_index": 0, "_ng_rollout_index": 0}
+            (tmp_path / "out.jsonl").write_text(json.dumps(said) + "\n")
+            collected = Collected(str(tmp_path / "out.jsonl"), str(rows))
+            (task,) = collected.tasks("train", 1, 0)
+            assert (await play(collected, order(task, "again"), http)).episode == episode
+
+
+async def test_a_picture_that_cannot_be_had_is_the_row_s_fault(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1/x.png"}]}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({**ROW, "responses_create_params": {"input": [asked]}}) + "\n")
+    async with talking(tmp_path, write_tokenizer(tmp_path)) as (here, _, http):
+        await warm(http)
+        async with agent_server(here.http) as (_, head):
+            gym = NemoGym(str(rows), head, agent="mine")
+            played = await play(gym, order(gym.tasks("train", None, 0)[0]), http)
+            assert isinstance(played.outcome, Lost) and not played.outcome.error.retryable
 
 
 async def test_refusals_of_the_gateway_show_through_and_other_failures_are_crashes(tmp_path: Path) -> None:
