@@ -28,6 +28,7 @@ from omnifleet.wire import refit_pb2_grpc
 from omnifleet.wire.manifest import base_version
 from omnifleet.wire.needs import NeedsBody, needs_digest
 from omnifleet.wire.server import serving
+from omnifleet_refit import group as group_module
 from omnifleet_refit.group import Meeting
 from omnifleet_rollout.engine.checkpoint import read_table
 from omnifleet_rollout.engine.fake import FakeEngine
@@ -133,9 +134,11 @@ class SmallEngine(FakeEngine):
         planned: bool = True,
         plans: Path | None = None,
         ranks: Sequence[tuple[int, int]] = ((0, 2),),
+        device: torch.device = CPU,
     ) -> None:
         super().__init__(table=read_table(checkpoint))
-        self.models = [Small(*rank) for rank in ranks]
+        self.models = [Small(*rank).to(device) for rank in ranks]
+        self._device = device
         self.model = self.models[0]
         self.by_plan: list[bool] = []
         self.break_at_load = False
@@ -159,7 +162,7 @@ class SmallEngine(FakeEngine):
         plan = found or record(model, model.load_weights, table, build) if planned else None
         model.load_weights(tensors(-1).items())
         load = partial(self._load, model, source)
-        return Stager(model, source, plan, load, CPU, index, kept=kept, checked=found is not None)
+        return Stager(model, source, plan, load, self._device, index, kept=kept, checked=found is not None)
 
     def _load(self, model: Small, source: Weights) -> None:
         for number, (name, tensor) in enumerate(source.everything()):
@@ -249,7 +252,7 @@ class Receiving:
     def has(self, weights: Tensors) -> bool:
         """True if the worker serves and its parameters are what a fresh module makes of these tensors, byte for byte."""
         return not self.standing.fence and all(
-            torch.equal(model.state_dict()[name].view(torch.uint8), value.view(torch.uint8))
+            torch.equal(model.state_dict()[name].cpu().view(torch.uint8), value.view(torch.uint8))
             for model in self.engine.models
             for name, value in loaded(weights, model.rank, model.ranks).items()
         )
@@ -267,12 +270,13 @@ async def receiving(
     planned: bool = True,
     plans: Path | None = None,
     ranks: Sequence[tuple[int, int]] = ((0, 2),),
+    device: torch.device = CPU,
 ) -> AsyncIterator[list[Receiving]]:
     """Workers with a Refit service each, and a client of it. The rest: see `SmallEngine`."""
     async with AsyncExitStack() as stack:
         workers = []
         for number in range(count):
-            engine = SmallEngine(checkpoint, planned=planned, plans=plans, ranks=ranks)
+            engine = SmallEngine(checkpoint, planned=planned, plans=plans, ranks=ranks, device=device)
             await engine.start()
             gate = Gate(Standing(f"w{number}", base_version(engine.facts.tensors)), limit=8)
             worker = Receiving(f"w{number}", engine, gate, Receiver(engine, gate, Counters(f"t{number}")))
@@ -292,10 +296,10 @@ async def receiving(
 class Sender:
     """The trainer's half without the fleet registry: a snapshot, a courier, what was published last."""
 
-    def __init__(self, lineage: str = "l") -> None:
+    def __init__(self, lineage: str = "l", device: torch.device = CPU) -> None:
         self.lineage = lineage
-        self.snapshot = Snapshot(CPU, BUCKET_BYTES)
-        self.courier = Courier(Meeting("127.0.0.1"), CPU)
+        self.snapshot = Snapshot(device, BUCKET_BYTES)
+        self.courier = Courier(Meeting("127.0.0.1"), device)
         self.version: WeightVersion | None = None
         self.digests: dict[str, str] = {}
 
@@ -353,18 +357,67 @@ class Remote:
     ranks: int = 1
 
 
-def run_receiver(checkpoint: str, name: str, pipe: Any) -> None:
+class Deaf:
+    """A gloo group that behaves as NCCL's do: nobody feels a member's death, what waits for it never ends."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> DeafWork:
+        return DeafWork(self._backend.broadcast(tensors, options))
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+
+class DeafWork:
+    """An operation that is done when it went well, and else is never done."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._failed = work, False
+
+    def is_completed(self) -> bool:
+        if not self._failed and self._work.is_completed():
+            try:
+                self._work.wait()
+                return True
+            except RuntimeError:
+                self._failed = True
+        return False
+
+    def wait(self) -> None:
+        pass
+
+
+def deafen(patch: Callable[[object, str, object], None] = setattr) -> None:
+    """All groups of this process that are made from now on are deaf."""
+    make = group_module._backend
+    patch(group_module, "_backend", lambda *told: Deaf(make(*told)))
+
+
+def run_receiver(
+    checkpoint: str,
+    name: str,
+    pipe: Any,
+    deaf: bool = False,
+    hidden: int = HIDDEN,
+    ranks: Sequence[tuple[int, int]] = ((0, 2),),
+    device: str = "cpu",
+) -> None:
     """The process of a `Remote`: says its address, then answers each message with (fenced, version, whole).
 
     After the message "stop at commit" it says so when the next commit is in its gate, and goes no further.
     """
+    globals()["HIDDEN"] = hidden
+    if deaf:
+        deafen()
 
     async def stop() -> None:
         pipe.send("in its gate")
         await asyncio.Event().wait()
 
     async def serve() -> None:
-        async with receiving(Path(checkpoint), 1) as (worker,):
+        async with receiving(Path(checkpoint), 1, ranks=ranks, device=torch.device(device)) as (worker,):
             pipe.send(worker.address)
             while message := await asyncio.to_thread(pipe.recv):
                 if message == "stop at commit":

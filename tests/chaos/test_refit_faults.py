@@ -54,18 +54,24 @@ def kill(process: Any) -> None:
 
 
 @asynccontextmanager
-async def remotes(spawner: Any, checkpoint: Path, count: int) -> AsyncIterator[list[Remote]]:
+async def remotes(
+    spawner: Any, checkpoint: Path, count: int, *, first: int = 0, **settings: Any
+) -> AsyncIterator[list[Remote]]:
+    """Workers in processes of their own, numbered from `first`. settings: of `run_receiver`."""
     async with AsyncExitStack() as stack:
         workers = []
-        for number in range(count):
+        for number in range(first, first + count):
             ours, theirs = multiprocessing.Pipe()
-            process = spawner.Process(target=run_receiver, args=(str(checkpoint), f"w{number}", theirs))
+            told = (str(checkpoint), f"w{number}", theirs)
+            process = spawner.Process(target=run_receiver, args=told, kwargs=settings)
             process.start()
             stack.callback(kill, process)
             workers.append((f"w{number}", process, ours))
+        ranks = len(settings.get("ranks", ("one",)))
+        clients = [await stack.enter_async_context(RefitClient.open(await said(p))) for _, _, p in workers]
         yield [
-            Remote(name, process, await stack.enter_async_context(RefitClient.open(await said(pipe))), pipe)
-            for name, process, pipe in workers
+            Remote(name, process, client, pipe, ranks)
+            for (name, process, pipe), client in zip(workers, clients, strict=True)
         ]
 
 
