@@ -47,6 +47,13 @@ async def started() -> tuple[FakeEngine, Gate, Receiver]:
     return engine, gate, Receiver(engine, gate, Counters("test"))
 
 
+async def closed(gate: Gate) -> None:
+    """Return once a commit has closed the gate and waits for what runs."""
+    async with asyncio.timeout(10):
+        while gate._open.is_set():  # noqa: ASYNC110 - no event tells of a closed gate
+            await asyncio.sleep(0)
+
+
 def test_the_digest_covers_everything_but_itself(shm: Path) -> None:
     manifest = whole_refit(shm, 1)
     digest = manifest_digest(manifest)
@@ -62,8 +69,7 @@ async def test_a_commit_goes_on_when_its_caller_is_cancelled(shm: Path) -> None:
     flight = Flight("r", VersionBound())
     await gate.enter([flight], VersionBound())
     call = asyncio.create_task(receiver.commit(digest, InFlight.DRAIN, 10))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await closed(gate)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -80,8 +86,7 @@ async def test_a_second_step_at_the_same_time_is_a_conflict(shm: Path) -> None:
     flight = Flight("r", VersionBound())
     await gate.enter([flight], VersionBound())
     first = asyncio.create_task(receiver.commit(digest, InFlight.DRAIN, 10))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await closed(gate)
     with pytest.raises(OmnifleetError) as refused:
         await receiver.stage(manifest, str(shm))
     assert refused.value.reason is Reason.CONFLICT and refused.value.retryable
@@ -95,8 +100,7 @@ async def test_a_newcomer_waits_at_the_closed_gate_and_meets_the_new_version(shm
     flight = Flight("r", VersionBound())
     await gate.enter([flight], VersionBound())
     commit = asyncio.create_task(receiver.commit(digest, InFlight.DRAIN, 10))
-    while gate._open.is_set():  # noqa: ASYNC110 - no event tells of a closed gate
-        await asyncio.sleep(0)
+    await closed(gate)
     wanted = VersionBound(exact=WeightVersion("test", "a", 1))
     newcomer = asyncio.create_task(gate.enter([Flight("n", wanted)], wanted))
     await asyncio.sleep(0)

@@ -258,8 +258,7 @@ async def test_the_queue_is_bounded(module: str, tmp_path: Path) -> None:
         blocked = asyncio.create_task(scores(service, "x", function="wait", truth=str(gate)))
         await until(lambda: counters.snapshot()["processes_busy"] > 0)
         queued = asyncio.create_task(scores(service, *["x"] * 3))
-        await asyncio.sleep(0)
-        assert counters.snapshot()["items_waiting"] == 3
+        await until(lambda: counters.snapshot()["items_waiting"] == 3)
         with pytest.raises(OmnifleetError) as later:
             await scores(service, "x", "x")
         assert (
