@@ -48,4 +48,4 @@ def in_words(status: Mapping[str, Any], process: Mapping[str, Any], recipe: Reci
             return (
                 f"{doing}, {ready} of {recipe.trainer.prompts_per_step} groups ready, {running} being written"
             )
-    return "the trainer does not answer"
+    return "the trainer does not answer: it ends, or is started again"
