@@ -1,63 +1,52 @@
-"""The library: sources in, objects and segments out; each made once, however many ask."""
+"""The library: sources in, objects out; each made once, however many ask."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from omnifleet.address import (
     alias_key,
-    digest_bytes,
     frame_digest,
-    processor_fingerprint,
-    segment_key,
     source_digest,
     track_digest,
 )
 from omnifleet.config.services import MediaConfig
-from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
+from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.flight import SingleFlight
 from omnifleet.telemetry.counters import Counters
-from omnifleet.types import Digest, Lease, MediaKind, MediaRef
+from omnifleet.types import Digest, Lease, MediaKind
 from omnifleet_media.address.contract import DecodeContract
 from omnifleet_media.address.manifest import MediaObject, timestamps_us
 from omnifleet_media.decode.request import Decoded, Decoder
-from omnifleet_media.index.port import Index, Kind, SegmentRecord, Unit
+from omnifleet_media.index.port import Index, Kind, Unit
 from omnifleet_media.ingest.sniff import SourceType, sniff
 from omnifleet_media.ingest.source import Source
 from omnifleet_media.sandbox.pool import ProcessPool
-from omnifleet_media.segment.work import library as segment_library
-from omnifleet_media.segment.work import takes_clips
 from omnifleet_media.server.blobs import (
-    find_blob,
     frame_blob,
-    holds,
     manifest_blob,
     object_blobs,
-    record_blob,
-    segment_blob,
     source_blob,
 )
 from omnifleet_media.server.flights import Flights
 from omnifleet_media.server.record import Record, record_bytes
-from omnifleet_media.server.recovery import Recovery
 from omnifleet_media.server.retention import Retention, now_ms
+from omnifleet_media.server.segments import Segments
+from omnifleet_media.server.shelf import Piece, Shelf
 from omnifleet_media.store.blob import Blob
 from omnifleet_media.store.tiers import Store
 
 log = logging.getLogger("omnifleet.media")
 
-_CONFIG_BYTES = 64 << 10
 _TRIES = 3
 _FRAME_THREADS = 4  # frames of a clip that are hashed and written at once
 _SHORT_BYTES = 1 << 20  # hashed in less time than it takes to hand the bytes to a thread
 Answer = TypeVar("Answer")
-Piece = tuple[Blob, bytes | memoryview]
 ContractOf = Callable[[SourceType], DecodeContract]
 
 
@@ -97,8 +86,8 @@ class _Made:
     new_bytes: int = 0
 
 
-class Library:
-    """Puts the rooms together. One event loop; files and hashing in threads; decoding and processors in processes."""
+class Library(Shelf):
+    """The shelf, and what puts things there. Hashing in threads; decoding and processors in processes."""
 
     def __init__(
         self,
@@ -110,31 +99,26 @@ class Library:
         processors: ProcessPool,
         counters: Counters,
     ) -> None:
-        self.config, self.store, self.index, self.retention = config, store, index, retention
-        self.counters = counters
-        self._decoder, self._processors = decoder, processors
-        self.recovery = Recovery(store, index, counters)
+        super().__init__(config, store, index, retention, counters)
+        self._decoder = decoder
         self._flights = Flights(index)
         self._frames = ThreadPoolExecutor(_FRAME_THREADS, thread_name_prefix="media-frames")
         self._decodes: SingleFlight[Digest, tuple[_Made, bool]] = SingleFlight()
-        self._segments: SingleFlight[Digest, tuple[SegmentRecord, bool]] = SingleFlight()
+        self.segments = Segments(self, processors, self._flights)
 
     async def warm(self) -> None:
         """Start the first processes ahead of the first call; where there is no transformers, that is no fault."""
         try:
             await self._decoder.pictures.warm()
-            if self.config.processors:
-                segment_library()
-                await self._processors.warm()
+            await self.segments.warm()
         except OmnifleetError as error:
             log.warning("%s", error)
 
     async def close(self) -> None:
         """Stop what is being made, end all processes, write last uses."""
         await self._decodes.close()
-        await self._segments.close()
+        await self.segments.close()
         await self._decoder.close()
-        await self._processors.close()
         self._frames.shutdown(wait=False)
         await self.retention.note()
 
@@ -213,9 +197,7 @@ class Library:
         """Have the index name an object. Answers the sizes of its new frames; None if some have gone meanwhile."""
         record = kept.record
         if kept.lacking:
-            return await self._write(
-                kept.lacking, _beside(record, source), lambda: self._index_object(record)
-            )
+            return await self.write(kept.lacking, _beside(record, source), lambda: self._index_object(record))
         async with self.store.gate.writing():
             if not self._is_here(kept):
                 return None
@@ -281,160 +263,6 @@ class Library:
         await asyncio.to_thread(self.store.sync, blobs)
         await self.index.sync()
 
-    async def _write(
-        self, pieces: Sequence[Piece], kept: Sequence[Piece], commit: Callable[[], Awaitable[None]]
-    ) -> list[int]:
-        """Bytes first, then the index: a kill in between leaves orphans, never a promise without bytes.
-
-        Answers the sizes of those of `pieces` that were not here before; `kept` is written with them.
-        """
-        new = [len(data) for blob, data in pieces if not self.store.disk.has(blob)]
-        room = sum(new) + sum(len(data) for blob, data in kept if not self.store.disk.has(blob))
-        await self.retention.make_room(room)
-        async with self.store.gate.writing():
-            await asyncio.to_thread(self.store.write, [*pieces, *kept])
-            await commit()
-        return new
-
-    # ------------------------------------------------------------------ out
-
-    async def read(self, digest: Digest) -> MediaObject:
-        """A media object. Raises OmnifleetError: NOT_FOUND; UNAVAILABLE while the index is told what is here."""
-        item = await self.index.read_object(digest) or await self.recovery.restore(digest)
-        item = item or await self.retention.surely(lambda: self.index.read_object(digest))
-        if item is None:
-            raise OmnifleetError(
-                Reason.NOT_FOUND, f"no media object {digest or '(no digest given)'} is here; upload it"
-            )
-        self.retention.used(Unit.OBJECT, digest)
-        return item
-
-    async def blob(self, kind: Kind, digest: Digest) -> Blob:
-        """A known blob. Raises OmnifleetError: NOT_FOUND; UNAVAILABLE while the index is told what is here."""
-        blob = await find_blob(self.index, kind, digest)
-        blob = blob or await self.retention.surely(lambda: find_blob(self.index, kind, digest))
-        if blob is None:
-            raise OmnifleetError(Reason.NOT_FOUND, f"no {kind} {digest or '(no digest given)'} is here")
-        return blob
-
-    async def open(self, kind: Kind, digest: Digest) -> memoryview:
-        """Read-only bytes. Raises OmnifleetError: NOT_FOUND, MEDIA_LOST, CORRUPT."""
-        blob = await self.blob(kind, digest)
-        return await asyncio.to_thread(self.store.open, blob)
-
-    async def map_path(self, blob: Blob) -> str:
-        """Where a same-host reader may map a blob, "" if it has to be streamed."""
-        if not blob.shared:
-            return ""
-        path = self.store.shared.path(blob) or await asyncio.to_thread(self.store.map_path, blob)
-        if path is None:
-            return ""
-        self.counters.add("shm_maps")
-        return str(path)
-
-    async def map_frames(self, item: MediaObject) -> str:
-        """Where a same-host reader may map the first frame of an object; all others are in the same folder then, if
-        they fit. "" if they do not.
-
-        Raises OmnifleetError: MEDIA_LOST, CORRUPT.
-        """
-        if item.bytes > self.config.shared_memory_bytes:
-            return ""
-        blobs = [frame_blob(frame, item.height, item.width) for frame in dict.fromkeys(item.frames)]
-        paths = [self.store.shared.path(blob) for blob in blobs]
-        if None in paths:
-            paths = await asyncio.to_thread(lambda: [self.store.map_path(blob) for blob in blobs])
-        self.counters.add("shm_maps", sum(path is not None for path in paths))
-        return str(paths[0] or "")
-
-    async def holds(self, blobs: Iterable[Blob]) -> bool:
-        """Whether the bytes of all blobs are here, or in the object store."""
-        return await holds(self.store, blobs)
-
-    async def tiers(self, blob: Blob) -> list[str]:
-        """Names of the tiers that hold a blob."""
-        return await asyncio.to_thread(self.store.tiers, blob)
-
-    # ------------------------------------------------------------------ segments
-
-    async def segment(
-        self, ref: MediaRef, class_name: str, config_json: str, claimed: str
-    ) -> tuple[SegmentRecord, bool]:
-        """Tensors of an object under a processor, and whether they were made now.
-
-        claimed: the fingerprint that the caller expects, "" for any. Raises OmnifleetError: UNSUPPORTED,
-        INVALID_REQUEST, CONTRACT_MISMATCH, NOT_FOUND, MEDIA_LOST.
-        """
-        if class_name not in self.config.processors:
-            raise OmnifleetError(
-                Reason.UNSUPPORTED,
-                f"processor class {class_name!r} is not one of {', '.join(self.config.processors)}",
-                knob="media.processors",
-            )
-        config = _parse_config(config_json)
-        # The frames of a clip are chosen by its decode contract, before any processor sees them.
-        sampling = "sampled" if takes_clips(class_name) else "still"
-        fingerprint = processor_fingerprint(class_name, config, segment_library(), sampling)
-        if claimed and claimed != fingerprint:
-            raise OmnifleetError(
-                Reason.CONTRACT_MISMATCH,
-                f"this service makes segments with {segment_library()}, whose fingerprint is {fingerprint}, not {claimed}",
-                knob="install matching versions of transformers",
-            )
-        key = segment_key(ref.digest, fingerprint)
-        work = {"class_name": class_name, "config": config, "config_json": config_json}
-        joins = self._segments.running(key)
-        record, made = await self._segments.do(
-            key,
-            lambda: self._flights.find_or_make(
-                key,
-                lambda: self._find_segment(key),
-                lambda: self._make_segment(ref.digest, key, fingerprint, work),
-            ),
-        )
-        self.retention.used(Unit.SEGMENT, key)
-        self.counters.add("segments_served")
-        return record, made and not joins
-
-    async def _find_segment(self, key: Digest) -> SegmentRecord | None:
-        record = await self.index.read_segment(key)
-        return record if record is not None and await self.holds([record_blob(record)]) else None
-
-    async def _make_segment(
-        self, media: Digest, key: Digest, fingerprint: Digest, work: Mapping[str, object]
-    ) -> SegmentRecord:
-        item = await self.read(media)
-        wanted = MediaKind.VIDEO if takes_clips(str(work["class_name"])) else MediaKind.IMAGE
-        if item.kind is not wanted:
-            raise OmnifleetError(
-                Reason.UNSUPPORTED, f"{work['class_name']} takes media of kind {wanted}, not {item.kind}"
-            )
-        shape = [len(item.frames), item.height, item.width, 3]
-        answer, body = await self._processors.call({**work, "shape": shape}, await self._joined(item))
-        self.counters.add("segments_computed")
-        content = await asyncio.to_thread(digest_bytes, body, "tensors")
-        record = SegmentRecord(
-            key, media, fingerprint, answer["token_count"], tuple(answer["grid"]), len(body), content
-        )
-        blob = segment_blob(key, content)
-        await self._write([(blob, body)], [], lambda: self.index.write_segment(record, now_ms()))
-        return record
-
-    async def _joined(self, item: MediaObject) -> memoryview:
-        """All frames in order, one after the other."""
-        opened = {digest: await self.open(Kind.FRAME, digest) for digest in dict.fromkeys(item.frames)}
-        if len(item.frames) == 1:
-            return opened[item.frames[0]]
-        return memoryview(await asyncio.to_thread(b"".join, [opened[digest] for digest in item.frames]))
-
-    async def moments_s(self, record: SegmentRecord) -> list[float]:
-        """Seconds of the first frame of each temporal patch of a clip's segment; nothing for a picture's."""
-        item = await self.index.read_object(record.media)
-        if item is None or not item.timestamps_us or not record.grid:
-            return []
-        step = -(-len(item.timestamps_us) // record.grid[0])
-        return [us / 1_000_000 for us in item.timestamps_us[::step]]
-
 
 def _beside(record: Record, source: Source) -> list[Piece]:
     """What is stored beside the frames of an object."""
@@ -445,17 +273,3 @@ def _beside(record: Record, source: Source) -> list[Piece]:
 async def _computed(size: int, digest: Callable[[], Answer]) -> Answer:
     """What `digest` answers for `size` bytes, off the event loop if that takes long."""
     return digest() if size <= _SHORT_BYTES else await asyncio.to_thread(digest)
-
-
-def _parse_config(config_json: str) -> dict[str, object]:
-    if len(config_json) > _CONFIG_BYTES:
-        raise invalid(
-            f"the processor's config has {len(config_json)} characters, at most {_CONFIG_BYTES} are allowed"
-        )
-    try:
-        config = json.loads(config_json)
-    except ValueError as error:
-        raise invalid(f"the processor's config is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise invalid("the processor's config is not a JSON object")
-    return config

@@ -188,12 +188,12 @@ class MediaRpc(MediaServicer):
     async def Segment(self, request: media_pb2.SegmentRequest, context: Any) -> media_pb2.SegmentReply:
         checked(request.ref.digest)
         spec = request.processor
-        record, made = await self._library.segment(
+        record, made = await self._library.segments.find_or_make(
             media_from_wire(request.ref), spec.class_name, spec.config_json, spec.fingerprint
         )
         path = await self._library.map_path(record_blob(record)) if request.same_host else ""
         self._door.segment("media_segment", record, made=made)
-        return segment_reply(record, made, path, await self._library.moments_s(record))
+        return segment_reply(record, made, path, await self._library.segments.moments_s(record))
 
     async def Collect(self, request: media_pb2.CollectRequest, context: Any) -> media_pb2.CollectReply:
         found = await self._library.retention.collect(request.target_bytes, dry_run=request.dry_run)
