@@ -159,7 +159,9 @@ def decode_bare(kind: str, processes: int) -> None:
     while size := struct.unpack("<Q", read(8))[0]:
         files.append(read(size))
     decode = (
-        decode_picture if kind == "pictures" else clip_decoder(max(1, (os.cpu_count() or 1) // processes))
+        decode_picture
+        if kind == "pictures"
+        else clip_decoder(max(1, len(os.sched_getaffinity(0)) // processes))
     )
     first = max(1, warm_ups(kind) // processes)
     for data in files[:first]:

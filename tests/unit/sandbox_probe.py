@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from omnifleet_media.sandbox.frames import Header
+from omnifleet_media.sandbox.frames import Header, Room
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -21,7 +21,7 @@ def prepare() -> Header:
     return {}
 
 
-def work(header: Header, body: bytearray) -> tuple[Header, Sequence[memoryview]]:
+def work(header: Header, body: bytearray, room: Room) -> tuple[Header, Sequence[memoryview]]:
     """header: `try`, the name of an action. Answers `outcome`: what it gave, or the name of its error."""
     try:
         return {"outcome": ACTIONS[header["try"]](header.get("path", "")), "pid": os.getpid()}, ()

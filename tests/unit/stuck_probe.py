@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from omnifleet_media.sandbox.frames import Header
+from omnifleet_media.sandbox.frames import Header, Room
 
 
 def prepare() -> Header:
@@ -13,7 +13,7 @@ def prepare() -> Header:
     return {}
 
 
-def work(header: Header, body: bytearray) -> tuple[Header, Sequence[memoryview]]:
+def work(header: Header, body: bytearray, room: Room) -> tuple[Header, Sequence[memoryview]]:
     """A minute in native code that keeps the interpreter's lock."""
     ctypes.PyDLL(None).sleep(60)
     return {}, ()

@@ -16,6 +16,7 @@ from omnifleet_media.decode import picture
 from omnifleet_media.decode.clip import decode_clip
 from omnifleet_media.decode.sequential import read_in_order
 from omnifleet_media.ingest.sniff import sniff
+from omnifleet_media.sandbox.frames import own_room
 from tests.media_files import Pixels, clip, greys, h264, sound
 
 NOTHING_ASKED = {
@@ -272,7 +273,7 @@ RGB = colours((255, 0, 0), (0, 255, 0), (0, 0, 255))
 
 def played(data: bytes, **asked: Any) -> Clip:
     header = {**NOTHING_ASKED, "codec": sniff(data).codec, **asked}
-    answer, (body,) = picture.work(header, bytearray(data))
+    answer, (body,) = picture.work(header, bytearray(data), own_room)
     return Clip(answer, body)
 
 

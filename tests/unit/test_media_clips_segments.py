@@ -20,6 +20,7 @@ from omnifleet.vision_grid import (
     nemotron_clip_text,
     qwen2vl_grid,
 )
+from omnifleet_media.sandbox.frames import own_room
 from omnifleet_media.segment.work import work
 
 QWEN: dict[str, Any] = {
@@ -47,7 +48,7 @@ def made(
         "config_json": json.dumps(config),
         "shape": list(frames.shape),
     }
-    answer, (body,) = work(header, bytearray(frames.tobytes()))
+    answer, (body,) = work(header, bytearray(frames.tobytes()), own_room)
     return answer, load(bytes(body))
 
 

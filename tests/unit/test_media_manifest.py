@@ -20,6 +20,7 @@ from omnifleet_media.decode import picture
 from omnifleet_media.ingest.frame_manifest import MAGIC, MIME, FrameManifest, bundle, open_bundle
 from omnifleet_media.ingest.sniff import sniff
 from omnifleet_media.ingest.source import Intake
+from omnifleet_media.sandbox.frames import own_room
 from omnifleet_media.server.cached_frames import with_files
 
 # Written out by hand as the reference writes it: compact JSON behind a magic line, in base64.
@@ -57,7 +58,7 @@ def from_disk(path: str) -> bytes:
 
 
 def decoded(data: bytes, **asked: Any) -> tuple[dict[str, Any], np.ndarray]:
-    answer, (body,) = picture.work({**ASKED, **asked}, bytearray(data))
+    answer, (body,) = picture.work({**ASKED, **asked}, bytearray(data), own_room)
     return answer, np.frombuffer(body, np.uint8).reshape(answer["frames"], *answer["shape"])
 
 

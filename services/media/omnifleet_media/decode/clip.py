@@ -14,7 +14,7 @@ from torchcodec.decoders import VideoDecoder
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.decode.sampling import frame_indices, prompt_clock
 from omnifleet_media.decode.sequential import promised_seconds, read_in_order
-from omnifleet_media.sandbox.frames import Header
+from omnifleet_media.sandbox.frames import Header, Room, own_room
 
 Pixels = npt.NDArray[np.uint8]
 log = logging.getLogger("omnifleet.media")
@@ -25,13 +25,14 @@ _UNREADABLE = (RuntimeError, IndexError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Frames (F, H, W, 3) and the second at which each is shown, counted from the first frame of the clip."""
+    """Frames of `shape` (H, W, 3), one after the other, and the second at which each is shown, from the clip's first frame."""
 
-    frames: Pixels
+    frames: memoryview
+    shape: list[int]
     seconds: list[float]
 
 
-def decode_clip(header: Header, data: bytes) -> tuple[Header, Sequence[memoryview]]:
+def decode_clip(header: Header, data: bytes, room: Room = own_room) -> tuple[Header, Sequence[memoryview]]:
     """header: sampling, num_frames, fps, temporal_patch, indices, threads; limits pixels, frames and bytes.
 
     Answers frames, shape, timestamps_s and facts. A clip that ends before its container says is sampled anew over the
@@ -42,23 +43,23 @@ def decode_clip(header: Header, data: bytes) -> tuple[Header, Sequence[memoryvie
     short = _promises_more(decoder.metadata, data, total, fps)
     indices = _indices(header, total, fps)
     try:
-        taken = _take(decoder, data, indices)
+        taken = _take(decoder, data, indices, room)
     except _UNREADABLE:
         total, short = _decodable(data, total, header["threads"]), True
         log.warning("the clip ends early: %d frames can be decoded", total)
         if total == 0:
             raise OmnifleetError(Reason.INVALID_MEDIA, "no frame of the clip can be decoded") from None
         indices = _indices(header, total, fps)
-        taken = _take_what_is_there(data, indices, header["threads"])
+        taken = _take_what_is_there(data, indices, header["threads"], room)
     by_prompt = header["sampling"].startswith("nemotron_vl")
     facts = {"total_frames": str(total), "fps": f"{fps:.9g}", "indices": ",".join(map(str, indices))}
     answer = {
         "frames": len(indices),
-        "shape": list(taken.frames.shape[1:]),
+        "shape": taken.shape,
         "timestamps_s": prompt_clock(indices, fps) if by_prompt else taken.seconds,
         "facts": facts | ({"truncated": "true"} if short else {}),
     }
-    return answer, [taken.frames.data.cast("B")]
+    return answer, [taken.frames]
 
 
 def _open(data: bytes, threads: int) -> VideoDecoder:
@@ -124,29 +125,39 @@ def _indices(header: Header, total: int, fps: float) -> list[int]:
     return indices
 
 
-def _take(decoder: VideoDecoder, data: bytes, indices: list[int]) -> Taken:
-    """The frames, from TorchCodec or, where it would seek past them, in order from the start."""
+def _take(decoder: VideoDecoder, data: bytes, indices: list[int], room: Room) -> Taken:
+    """The frames, from TorchCodec or, where it would seek past them, in order from the start.
+
+    One after the other, each put where it belongs while it is in the processor's cache.
+    """
     begin = float(decoder.metadata.begin_stream_seconds or 0.0)
+    at, frame = 0, decoder.get_frame_at(0)
     # A stream whose first key frame is cut off by an edit list can't be seeked into: TorchCodec then answers a later
     # frame under an earlier index. The time of frame 0 tells.
-    probe = [] if 0 in indices else [0]
-    batch = decoder.get_frames_at(indices=[*indices, *probe])
-    seconds = [round(float(pts) - begin, 6) for pts in batch.pts_seconds]
-    first = seconds[indices.index(0)] if not probe else seconds[-1]
-    if first > 0:
+    if round(float(frame.pts_seconds) - begin, 6) > 0:
         frames, times = read_in_order(data, indices)
-        return Taken(frames, times)
-    frames = batch.data.numpy()[: len(indices)]
-    return Taken(np.ascontiguousarray(frames), seconds[: len(indices)])
+        return Taken(np.ascontiguousarray(frames).data.cast("B"), list(frames.shape[1:]), times)
+    shape = list(frame.data.shape)
+    body = room(len(indices) * frame.data.numel())
+    pixels = np.frombuffer(body, np.uint8).reshape(len(indices), *shape)
+    seconds = [0.0] * len(indices)
+    for place in sorted(range(len(indices)), key=indices.__getitem__):
+        if indices[place] != at:
+            at, frame = indices[place], decoder.get_frame_at(indices[place])
+        pixels[place] = frame.data.numpy()
+        seconds[place] = round(float(frame.pts_seconds) - begin, 6)
+    return Taken(body, shape, seconds)
 
 
-def _take_what_is_there(data: bytes, indices: list[int], threads: int) -> Taken:
-    """As `_take` with a fresh decoder, then frame by frame: a failed batch spoils its decoder."""
+def _take_what_is_there(data: bytes, indices: list[int], threads: int, room: Room) -> Taken:
+    """As `_take` with a fresh decoder, then each frame with one of its own: a failure spoils its decoder."""
     try:
-        return _take(_open(data, threads), data, indices)
+        return _take(_open(data, threads), data, indices, room)
     except _UNREADABLE:
-        single = [_take(_open(data, threads), data, [i]) for i in indices]
-        return Taken(np.concatenate([s.frames for s in single]), [s.seconds[0] for s in single])
+        single = [_take(_open(data, threads), data, [i], own_room) for i in indices]
+        return Taken(
+            memoryview(b"".join(s.frames for s in single)), single[0].shape, [s.seconds[0] for s in single]
+        )
 
 
 def _decodable(data: bytes, total: int, threads: int) -> int:

@@ -14,7 +14,7 @@ import PIL
 from PIL import Image, UnidentifiedImageError
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_media.sandbox.frames import Header
+from omnifleet_media.sandbox.frames import Header, Room
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -42,7 +42,7 @@ def prepare() -> Header:
     return {"pillow": PIL.__version__}
 
 
-def work(header: Header, body: bytearray) -> tuple[Header, Sequence[memoryview]]:
+def work(header: Header, body: bytearray, room: Room) -> tuple[Header, Sequence[memoryview]]:
     """header: codec, pixels (limit), background RRGGBB. Answers shape [H, W, 3] and the pixels.
 
     With a `sampling`, the picture is a clip: an animation or a bundle of lossless frames.

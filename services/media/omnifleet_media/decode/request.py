@@ -54,7 +54,7 @@ class Decoder:
 
     def __init__(self, limits: MediaLimits, processes: int) -> None:
         self._limits = limits
-        self._threads = max(1, (os.cpu_count() or 1) // processes)
+        self._threads = max(1, len(os.sched_getaffinity(0)) // processes)
         answer_bytes = min(limits.decode_memory_bytes, _LARGEST_ANSWER)
         self.pictures = _pool("pictures", processes, limits, max(3 * limits.pixels, answer_bytes))
         self.clips = _pool("clips", processes, limits, answer_bytes)

@@ -7,7 +7,7 @@ import wave
 from collections.abc import Sequence
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_media.sandbox.frames import Header
+from omnifleet_media.sandbox.frames import Header, Room
 
 _missing = ""
 
@@ -27,7 +27,7 @@ def prepare() -> Header:
     return {"torchcodec": torchcodec.__version__}
 
 
-def work(header: Header, body: bytearray) -> tuple[Header, Sequence[memoryview]]:
+def work(header: Header, body: bytearray, room: Room) -> tuple[Header, Sequence[memoryview]]:
     """One clip (`decode.clip.decode_clip`) or, with a `sample_rate`, one track (`decode.track.decode_track`)."""
     if _missing:
         raise OmnifleetError(
@@ -38,7 +38,9 @@ def work(header: Header, body: bytearray) -> tuple[Header, Sequence[memoryview]]
     from omnifleet_media.decode.clip import decode_clip
     from omnifleet_media.decode.track import decode_track
 
-    return (decode_track if header.get("sample_rate") else decode_clip)(header, bytes(body))
+    if header.get("sample_rate"):
+        return decode_track(header, bytes(body))
+    return decode_clip(header, bytes(body), room)
 
 
 def _warm_up() -> None:

@@ -22,9 +22,19 @@ class Arena:
     def __init__(self, fd: int) -> None:
         """Map a descriptor of `make_arena`, which the caller may then close. Raises OSError."""
         self._view = memoryview(mmap.mmap(fd, LANES * ARENA_BYTES))
+        self._lent: memoryview | None = None
+
+    def lend(self, lane: int, size: int) -> memoryview:
+        """Memory for a body of `size` bytes, to be written where it will be read, and then `put` as it is."""
+        at = lane * ARENA_BYTES
+        self._lent = self._view[at : at + size] if size <= ARENA_BYTES else memoryview(bytearray(size))
+        return self._lent
 
     def put(self, lane: int, bodies: Sequence[bytes | memoryview]) -> bool:
         """Write the bodies one after the other from the start of a lane; False if they do not fit."""
+        lent, self._lent = self._lent, None
+        if lent is not None and len(bodies) == 1 and bodies[0] is lent:
+            return len(lent) <= ARENA_BYTES
         flat = [memoryview(body).cast("B") for body in bodies]
         if sum(map(len, flat)) > ARENA_BYTES:
             return False

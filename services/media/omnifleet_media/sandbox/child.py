@@ -6,6 +6,7 @@ It sees frames on one inherited socket and in one inherited piece of memory, ope
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import itertools
 import logging
@@ -22,7 +23,7 @@ from typing import Protocol, cast
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.sandbox.arena import LANES, Arena
-from omnifleet_media.sandbox.frames import Header, receive, send
+from omnifleet_media.sandbox.frames import Header, Room, receive, send
 from omnifleet_media.sandbox.seccomp import give_up
 
 ROLES = {
@@ -55,7 +56,9 @@ class Role(Protocol):
     def prepare(self) -> Header:
         """Import what is heavy; answers facts such as library versions."""
 
-    def work(self, header: Header, body: bytearray) -> tuple[Header, Sequence[bytes | memoryview]]:
+    def work(
+        self, header: Header, body: bytearray, room: Room
+    ) -> tuple[Header, Sequence[bytes | memoryview]]:
         """Answer one request. Raises OmnifleetError for what it can name."""
 
 
@@ -76,7 +79,7 @@ def main() -> int:
         request = receive(sock, arena, lane)
         if request is None:
             break
-        header, bodies = _answer(role, *request)
+        header, bodies = _answer(role, *request, functools.partial(arena.lend, lane))
         send(sock, arena, lane, header, *bodies)
     return 0
 
@@ -89,9 +92,11 @@ def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _answer(role: Role, header: Header, body: bytearray) -> tuple[Header, Sequence[bytes | memoryview]]:
+def _answer(
+    role: Role, header: Header, body: bytearray, room: Room
+) -> tuple[Header, Sequence[bytes | memoryview]]:
     try:
-        return role.work(header, body)
+        return role.work(header, body, room)
     except OmnifleetError as error:
         return _refusal(error), ()
     except MemoryError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from omnifleet_media.sandbox.arena import Arena
@@ -15,6 +16,13 @@ HEADER_BYTES = 1 << 20
 """Largest header; a longer one means that the other side has lost its mind."""
 
 Header = dict[str, Any]
+Room = Callable[[int], memoryview]
+"""Memory for an answer of so many bytes where the other side reads it: the body that is written there is not copied again."""
+
+
+def own_room(size: int) -> memoryview:
+    """Memory of this process alone."""
+    return memoryview(bytearray(size))
 
 
 def receive(sock: socket.socket, arena: Arena, lane: int) -> tuple[Header, bytearray] | None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
-from omnifleet_media.sandbox.frames import Header
+from omnifleet_media.sandbox.frames import Header, Room
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -36,7 +36,7 @@ def takes_clips(class_name: str) -> bool:
     return class_name.endswith("VideoProcessor")
 
 
-def work(header: Header, body: bytearray) -> tuple[Header, Sequence[bytes]]:
+def work(header: Header, body: bytearray, room: Room) -> tuple[Header, Sequence[bytes]]:
     """header: class_name, config, config_json, shape [F, H, W, 3] (F = 1 for pictures). Answers token_count, grid and
     a safetensors file."""
     frames = np.frombuffer(body, np.uint8).reshape(header["shape"])
