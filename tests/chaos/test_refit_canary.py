@@ -17,6 +17,7 @@ from omnifleet.client.rollout import RolloutClient
 from omnifleet.types import WorkerState
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.refit.broadcast import BroadcastSender
+from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.guard import Canary, Guard
 from omnifleet_trainer.refit.sender import RefitSender
 from tests.contract.gateway_world import World, world
@@ -108,7 +109,7 @@ async def test_a_worker_that_the_canary_tells_against_serves_the_version_before_
     secret = tokens.secret(Scope.TRAINER)
     async with world(tmp_path, tokens=tokens, heartbeat_s=0.5) as here:
         async with processes(write_checkpoint(tmp_path / "c"), here, tokens) as workers:
-            async with RefitSender.open(here.address, secret, run="r", lineage="files") as files:
+            async with FileSender.open(here.address, secret, run="r", lineage="files") as files:
                 await follow(here, files, workers, secret)
             group = BroadcastSender.connect(
                 here.address,

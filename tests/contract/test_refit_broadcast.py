@@ -106,13 +106,13 @@ async def test_late_and_fenced_workers_are_brought_up_alone_and_then_go_with_the
         for step in range(2):
             assert not (await fleet.publish(step)).failed
         (late,) = await fleet.join(1)
-        await until(lambda: late.holds(1) and not fleet.sender._behind)
+        await until(lambda: late.holds(1) and not fleet.sender.catching_up.behind)
         broken = fleet.workers[0]
         await broken.client.quarantine("a test said so")
 
         def healed() -> bool:
             fleet.registry.moved()  # as heartbeats do
-            return broken.holds(1) and not fleet.sender._behind
+            return broken.holds(1) and not fleet.sender.catching_up.behind
 
         await until(healed)
         report = await fleet.publish(2)

@@ -16,6 +16,7 @@ from omnifleet.wire.server import serving
 from omnifleet_rollout.engine.fake import FakeEngine, fake_table
 from omnifleet_rollout.worker.command import Worker
 from omnifleet_rollout.worker.membership import Member
+from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.sender import RefitSender
 from tests.contract.gateway_world import World, world
 
@@ -93,7 +94,7 @@ async def publish(sender: RefitSender, step: int) -> dict[str, str]:
 async def test_weights_reach_every_worker_whatever_happens_to_it(tmp_path: Path) -> None:
     async with world(tmp_path) as here, AsyncExitStack() as stack:
         first, second = [await join(stack, here, f"worker-{i}") for i in range(2)]
-        sender = await stack.enter_async_context(RefitSender.open(here.address, "", run="r", lineage="l"))
+        sender = await stack.enter_async_context(FileSender.open(here.address, "", run="r", lineage="l"))
         async with keeping_up(sender):
             for step in range(3):
                 assert not await publish(sender, step)

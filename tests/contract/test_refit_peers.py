@@ -17,6 +17,7 @@ from omnifleet.types import InFlight, WeightVersion, WorkerState
 from omnifleet.wire import refit_pb2
 from omnifleet_rollout.refit.borrowing import borrowed
 from omnifleet_trainer.refit.broadcast import BroadcastSender
+from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.sender import RefitSender
 from tests.contract.gateway_world import World, world
 from tests.refit_world import CPU, MOVES, Sender, joined, receiving, tensors, write_checkpoint
@@ -39,7 +40,7 @@ async def ready(here: World, count: int) -> None:
 @asynccontextmanager
 async def publisher(transport: str, address: str, secret: str) -> AsyncIterator[RefitSender]:
     if transport == "shm":
-        async with RefitSender.open(address, secret, run="r", lineage="l") as files:
+        async with FileSender.open(address, secret, run="r", lineage="l") as files:
             yield files
         return
     settings = {"device": CPU, "host": "127.0.0.1", "device_bucket_bytes": 16 << 10}

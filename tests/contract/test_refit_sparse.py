@@ -25,6 +25,7 @@ from omnifleet_rollout.refit.receiver import Receiver
 from omnifleet_rollout.worker.gate import Gate
 from omnifleet_rollout.worker.server import RefitServicer
 from omnifleet_rollout.worker.standing import Standing
+from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.release import Parcel, add_step, first_release, next_release
 from omnifleet_trainer.refit.sender import RefitSender
 from tests.refit_registry import Registry
@@ -97,7 +98,7 @@ async def fleet(*workers: Held, shm: Path = SHM, **settings: Any) -> AsyncIterat
             serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0)
         )
         options = {"run": "r", "lineage": "l", "bucket_bytes": 1 << 20, "timeout_s": 20.0} | settings
-        yield await stack.enter_async_context(RefitSender.open(address, "", **options))
+        yield await stack.enter_async_context(FileSender.open(address, "", **options))
 
 
 async def publish(sender: RefitSender, step: int) -> Any:

@@ -13,7 +13,7 @@ from omnifleet.client.fleet import FleetClient
 from omnifleet.service import ServiceRecord
 from omnifleet.types import WorkerState
 from omnifleet_rollout.engine.fake import fake_table
-from omnifleet_trainer.refit.sender import RefitSender
+from omnifleet_trainer.refit.files import FileSender
 from tests.integration.test_fleet_processes import WORKER, Run, named, ready, running, seen
 
 
@@ -36,7 +36,7 @@ async def test_restarted_workers_catch_up_from_peers_while_there_is_no_trainer(t
         trainer = run.tokens.secret(Scope.TRAINER)
         async with FleetClient.open(gateway.grpc, run.tokens.secret(Scope.OPERATOR)) as fleet:
             await seen(fleet, ready("worker-0"))
-            async with RefitSender.open(gateway.grpc, trainer, run="r", lineage="l") as sender:
+            async with FileSender.open(gateway.grpc, trainer, run="r", lineage="l") as sender:
                 for step in range(2):
                     report = await sender.publish(step, weights(step), moves, encoder_changed=False)
                     assert not report.failed

@@ -78,7 +78,7 @@ async def test_a_worker_that_stays_wrong_stays_at_the_version_before_until_the_n
                 await fleet.publish(number)
                 bad = fleet.registry.workers["w0"]
                 if number == 1:
-                    await until(lambda: not guard.differences["w0"] and not fleet.sender._behind)
+                    await until(lambda: not guard.differences["w0"] and not fleet.sender.catching_up.behind)
                     asked = len(guard.asked)
                     fleet.registry.moved()
                     await asyncio.sleep(0)

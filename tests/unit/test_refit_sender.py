@@ -20,6 +20,7 @@ from omnifleet.wire import fleet_pb2_grpc, refit_pb2, refit_pb2_grpc
 from omnifleet.wire.codec import version_from_wire, version_to_wire
 from omnifleet.wire.manifest import bucket_checksum, bucket_starts, manifest_digest
 from omnifleet.wire.server import serving
+from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.release import first_release, next_release
 from omnifleet_trainer.refit.sender import RefitSender
 from omnifleet_trainer.refit.transfer import PREFIX, Transfer, pack, raw_tensor, sweep
@@ -164,7 +165,7 @@ async def fleet_of(count: int, shm: Path, **settings: Any) -> AsyncIterator[Flee
             "bucket_bytes": 256,
             "timeout_s": 5.0,
         } | settings
-        sender = await stack.enter_async_context(RefitSender.open(address, "", **options))
+        sender = await stack.enter_async_context(FileSender.open(address, "", **options))
         fleet = Fleet(registry, sender, shm, stack)
         for i in range(count):
             await fleet.join(Worker(f"w{i}"))
@@ -263,7 +264,7 @@ async def test_a_late_joiner_and_a_fenced_worker_get_a_complete_file(tmp_path: P
             late = await fleet.join(Worker("late", held=weights(9, ("a", "b", "c"))))
             await until(lambda: holds(late, 2))
             assert late.parents == ["none"]
-            await until(lambda: not fleet.sender._behind)
+            await until(lambda: not fleet.sender.catching_up.behind)
             old = fleet.registry.workers["w0"]
             old.fail_commit = True
             report = await fleet.publish(3)
@@ -401,7 +402,7 @@ async def test_a_close_that_is_cancelled_leaves_no_files(tmp_path: Path) -> None
             finally:
                 await asyncio.sleep(0.05)
 
-        stuck = fleet.sender._behind["w"] = asyncio.create_task(slow_to_end())
+        stuck = fleet.sender.catching_up.behind["w"] = asyncio.create_task(slow_to_end())
         await asyncio.sleep(0)
         closing = asyncio.create_task(fleet.sender.close())
         await asyncio.sleep(0)

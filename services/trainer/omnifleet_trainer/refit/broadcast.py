@@ -296,14 +296,10 @@ class BroadcastSender(RefitSender):
         results = await asyncio.gather(*(stage(order) for order in orders.values()))
         return dict(zip(orders, results, strict=True))
 
-    async def close(self) -> None:
-        """Stop catch-ups and leave all groups. Idempotent."""
-        try:
-            await self._cancel_catch_ups()
-        finally:
-            for courier in self._couriers.values():
-                courier.close()
-            self._couriers.clear()
+    def _forget(self) -> None:
+        for courier in self._couriers.values():
+            courier.close()
+        self._couriers.clear()
 
 
 def _own_address() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from omnifleet.config.recipe import RefitConfig
 from omnifleet_trainer.batch.samples import StepBatch
+from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.guard import Canary, Guard
 from omnifleet_trainer.refit.sender import RefitSender
 
@@ -18,7 +19,7 @@ async def open_sender(
 ) -> AsyncIterator[RefitSender]:
     """Connect a sender of the configured transport; settings: see `RefitSender`. The snapshot lies on the first GPU."""
     if config.transport == "shm":
-        sending = RefitSender.open(
+        sending = FileSender.open(
             fleet_address, secret, rolling=config.rolling, sparse=config.sparse, **settings
         )
         async with sending as sender:
