@@ -11,10 +11,12 @@ import numpy as np
 from omnifleet.errors import Reason, retryable
 from omnifleet_media.sandbox.frames import Header
 from omnifleet_media.sandbox.process import Process
-from omnifleet_media.sandbox.seat import SKIPPED, Job, Seat, Take
+from omnifleet_media.sandbox.station import SKIPPED, Job, Station, Take
 
 _WAITING = 256
-_AHEAD = 3  # jobs of a seat: one at work, one sent, and one for when the answer of the first is being taken
+_AHEAD = (
+    3  # jobs of a station: one at work, one sent, and one for when the answer of the first is being taken
+)
 
 
 def copied(header: Header, body: memoryview) -> tuple[Header, memoryview]:
@@ -39,7 +41,7 @@ class ProcessPool:
         def start() -> Process:
             return Process(role, memory_bytes, reply_bytes, work_s)
 
-        self._seats = [Seat(role, start, work_s, time_knob, self._finished) for _ in range(size)]
+        self._stations = [Station(role, start, work_s, time_knob, self._finished) for _ in range(size)]
         self._waiting: deque[Job] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -47,12 +49,12 @@ class ProcessPool:
     @property
     def busy(self) -> int:
         """Processes with a request."""
-        return sum(seat.head is not None for seat in self._seats)
+        return sum(station.head is not None for station in self._stations)
 
     @property
     def replaced(self) -> int:
         """Processes that were lost or ended for a request."""
-        return sum(seat.replaced for seat in self._seats)
+        return sum(station.replaced for station in self._stations)
 
     async def warm(self) -> Header:
         """Start one process ahead of the first request; answers its facts."""
@@ -77,13 +79,13 @@ class ProcessPool:
     async def close(self) -> None:
         """End all processes."""
         self._closed = True
-        for job in {*self._waiting, *(job for seat in self._seats for job in seat.given)}:
+        for job in {*self._waiting, *(job for station in self._stations for job in station.given)}:
             if not job.answer.done():
                 job.answer.set_exception(retryable(Reason.DRAINING, "the media service is closing"))
-        for seat in self._seats:
-            seat.close()
-        for seat in self._seats:
-            await asyncio.to_thread(seat.join)
+        for station in self._stations:
+            station.close()
+        for station in self._stations:
+            await asyncio.to_thread(station.join)
 
     def _future(self) -> asyncio.Future[Any]:
         self._loop = asyncio.get_running_loop()
@@ -97,48 +99,48 @@ class ProcessPool:
         try:
             return await job.answer
         except asyncio.CancelledError:
-            for seat in self._seats:
-                if seat.head is job:  # nobody wants what it works on, for who knows how long
-                    seat.kill()
+            for station in self._stations:
+                if station.head is job:  # nobody wants what it works on, for who knows how long
+                    station.kill()
             raise
 
     def _hand_out(self) -> None:
-        """Waiting jobs to seats with room; a seat that has nothing to do takes one that another has not begun."""
+        """Waiting jobs to stations with room; a station that has nothing to do takes one that another has not begun."""
         while self._waiting:
-            seat = self._seat()
-            if seat is None:
+            station = self._station()
+            if station is None:
                 return
             job = self._waiting.popleft()
             if not job.answer.done():
-                seat.give(job)
-        for seat in self._seats:
-            if not seat.given and (job_of_another := self._not_begun()):
-                seat.give(job_of_another)
+                station.give(job)
+        for station in self._stations:
+            if not station.given and (job_of_another := self._not_begun()):
+                station.give(job_of_another)
 
-    def _seat(self) -> Seat | None:
+    def _station(self) -> Station | None:
         """One that is idle, if possible with a process; else the one with the least to do, if it has room."""
-        idle = [seat for seat in self._seats if not seat.given]
+        idle = [station for station in self._stations if not station.given]
         if idle:
-            return next((seat for seat in idle if seat.process is not None), idle[0])
-        least = min(self._seats, key=lambda seat: len(seat.given))
+            return next((station for station in idle if station.process is not None), idle[0])
+        least = min(self._stations, key=lambda station: len(station.given))
         return least if len(least.given) < _AHEAD else None
 
     def _not_begun(self) -> Job | None:
-        shared = [job for seat in self._seats for job in seat.given]
-        for seat in self._seats:
-            for job in seat.given[1:]:
-                if job is not seat.head and not job.answer.done() and shared.count(job) == 1:
+        shared = [job for station in self._stations for job in station.given]
+        for station in self._stations:
+            for job in station.given[1:]:
+                if job is not station.head and not job.answer.done() and shared.count(job) == 1:
                     return job
         return None
 
-    def _finished(self, seat: Seat, job: Job, value: Any, error: BaseException | None) -> None:
-        """Called in the seat's thread."""
+    def _finished(self, station: Station, job: Job, value: Any, error: BaseException | None) -> None:
+        """Called in the station's thread."""
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._land, seat, job, value, error)
+            self._loop.call_soon_threadsafe(self._land, station, job, value, error)
 
-    def _land(self, seat: Seat, job: Job, value: Any, error: BaseException | None) -> None:
-        seat.given.remove(job)
+    def _land(self, station: Station, job: Job, value: Any, error: BaseException | None) -> None:
+        station.given.remove(job)
         if error is not None and not job.answer.done():
             job.answer.set_exception(error)
         elif value is not SKIPPED and not job.answer.done():

@@ -25,11 +25,11 @@ from omnifleet_media.sandbox.process import Late, Lost, Process
 log = logging.getLogger("omnifleet.media")
 
 Take = Callable[[Header, memoryview], Any]
-"""What a caller makes of an answer, in the seat's thread. The bytes are gone afterwards, and until then the process can
+"""What a caller makes of an answer, in the station's thread. The bytes are gone afterwards, and until then the process can
 change them: copy first, then look."""
-Done = Callable[["Seat", "Job", Any, BaseException | None], None]
+Done = Callable[["Station", "Job", Any, BaseException | None], None]
 SKIPPED = object()
-"""What comes of a job that nobody wants any more, or that another seat has taken."""
+"""What comes of a job that nobody wants any more, or that another station has taken."""
 _TRIES = 2
 
 
@@ -37,7 +37,7 @@ _TRIES = 2
 class Job:
     """A request and who waits for its answer. No header: a process is to be started, its facts are the answer.
 
-    seat: the last that it was given to.
+    station: the last that it was given to.
     """
 
     header: Header | None
@@ -45,16 +45,16 @@ class Job:
     take: Take
     answer: asyncio.Future[Any]
     losses: int = 0
-    seat: Seat | None = None
+    station: Station | None = None
 
 
-class Seat:
+class Station:
     """`given` is the pool's: jobs that are here. `head` is what the process works on."""
 
     def __init__(
         self, role: str, start: Callable[[], Process], work_s: float, time_knob: str, done: Done
     ) -> None:
-        """done: called in this seat's thread with what came of a job."""
+        """done: called in this station's thread with what came of a job."""
         self._role, self._start, self._work_s, self._time_knob = role, start, work_s, time_knob
         self._done = done
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -69,8 +69,8 @@ class Seat:
         self.replaced = 0
 
     def give(self, job: Job) -> None:
-        """One more job, from another seat if it had one."""
-        job.seat = self
+        """One more job, from another station if it had one."""
+        job.station = self
         self.given.append(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"media-{self._role}", daemon=True)
@@ -111,7 +111,7 @@ class Seat:
             self._end()
 
     def _next(self) -> Job | None:
-        """The next job to send; None: the answer to one that is sent comes first, or the seat is closed."""
+        """The next job to send; None: the answer to one that is sent comes first, or the station is closed."""
         if len(self._sent) == LANES:
             return None
         if not self._again:
@@ -127,7 +127,7 @@ class Seat:
         return self._again.popleft()
 
     def _send(self, job: Job) -> None:
-        if job.answer.done() or job.seat is not self:
+        if job.answer.done() or job.station is not self:
             self._done(self, job, SKIPPED, None)
             return
         try:
