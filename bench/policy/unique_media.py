@@ -1,6 +1,6 @@
 """What a policy's step costs: media encoded once or for every reference, packed or padded, one backend or the other.
 
-`python bench/policy/unique_media.py` (minutes, one core); `--device cuda` (one GPU, a random model of 1.3 B, float32).
+`python bench/policy/unique_media.py` (minutes, one core); `--device cuda` (one GPU, a random model of 2 B; `--dtype bfloat16`).
 `--only`, `--groups` and `--backend` pick. Both sides of a ratio run in one process. `naive` gives every reference a key of
 its own, so that its medium is encoded for it alone; all else is the same code. Memory: on a GPU the peak of allocated bytes
 above what was held; on a CPU the bytes that autograd keeps for the backward pass. Export: bytes of tensors made whole, a
@@ -34,32 +34,48 @@ from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 
 SAMPLES = 16
 SIZES: dict[str, dict[str, Any]] = {
-    "cpu": {"hidden": 128, "layers": 4, "vision": {"depth": 4}, "side": 16, "rounds": 2, "budget": 16384},
+    "cpu": {
+        "hidden": 128,
+        "inner": 256,
+        "layers": 4,
+        "heads": 2,
+        "kv": 2,
+        "vision": {"depth": 4},
+        "side": 16,
+        "rounds": 2,
+        "budget": 16384,
+    },
     "cuda": {
-        "hidden": 2048,
-        "layers": 24,
-        "vision": {"depth": 16, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16},
-        "side": 64,
-        "rounds": 5,
+        "hidden": 1536,
+        "inner": 8960,
+        "layers": 28,
+        "heads": 12,
+        "kv": 2,
+        "vision": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16},
+        "side": 40,
+        "rounds": 3,
         "budget": 32768,
     },
 }
 
 
 def write_model(folder: Path, size: dict[str, Any], device: str) -> None:
-    """A random Qwen2.5-VL whose tower costs about as much for a feature as its decoder for a token."""
+    """A random Qwen2.5-VL. On a CPU its tower costs as much for a feature as its decoder for a token; on a GPU, where it has the
+    published tower and the decoder of a 2 B model, twice as much."""
     from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
     write_checkpoint(folder, hidden=128, layers=1, family="qwen2_5_vl")
     body = json.loads((folder / "config.json").read_text())
     body["text_config"] |= {
         "hidden_size": size["hidden"],
-        "intermediate_size": 2 * size["hidden"],
+        "intermediate_size": size["inner"],
         "num_hidden_layers": size["layers"],
-        "num_attention_heads": size["hidden"] // 64,
-        "num_key_value_heads": size["hidden"] // 64,
+        "num_attention_heads": size["heads"],
+        "num_key_value_heads": size["kv"],
     }
     body["text_config"].pop("layer_types", None)
+    half = size["hidden"] // size["heads"] // 2
+    body["text_config"]["rope_parameters"]["mrope_section"] = [half // 4, 3 * half // 8, 3 * half // 8]
     body["vision_config"] |= {
         "out_hidden_size": size["hidden"],
         "fullatt_block_indexes": list(
@@ -137,6 +153,7 @@ def opened(
         optimizer=OptimizerConfig(lr=0.0),
         micro_batch_tokens=SIZES[args.device]["budget"],
         peak_tflops=args.peak_tflops,
+        dtype=args.dtype,
         threads=1 if args.device == "cpu" else None,  # two that spin beside other work say nothing
         **changes,
     )
@@ -237,9 +254,13 @@ def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--backend", choices=("automodel", "megatron"), default="automodel")
     parser.add_argument(
-        "--peak-tflops", type=float, default=None, help="for MFU; one H200, float32 by TF32 tensor cores: 495"
+        "--peak-tflops",
+        type=float,
+        default=None,
+        help="for MFU; one H200: 989 in bfloat16, 495 in float32 by TF32",
     )
     parser.add_argument(
         "--groups", type=int, nargs="+", default=(1, 4, 16), help="samples that share a picture"
