@@ -4,7 +4,8 @@
     python bench/rollout/engine_gpu.py --requests 8 --tokens 16 --dtype float32 --kv-bytes 67108864     # the same on a CPU
 
 Without --model a random Qwen2-VL of --size is made. The figures of a tiny one are overheads; none has trained weights.
-Each way gets the same requests in the same run, `--rounds` times; a round's time is from the first request to the last token.
+Each way gets the same requests in the same run, `--rounds` times; a round's time is from the first request to the last token. As
+one request ends the next begins, `--waves` times over.
 The engine's front and its worker share this process, so an engine starts once; gateway, media service and client have their own.
 """
 
@@ -137,7 +138,8 @@ async def measured(case: Case, engine: VllmEngine, way: str, load: Load, rounds:
     else:
         before = processes_cpu()
         options = ("--client", way, "--run-dir", str(case.run_dir), "--model", str(case.model))
-        sizes = ("--requests", str(load.requests), "--tokens", str(load.tokens), "--rounds", str(rounds))
+        sizes = ("--requests", str(load.at_once), "--tokens", str(load.tokens), "--rounds", str(rounds))
+        sizes += ("--waves", str(load.requests // load.at_once))
         pictures = ("--pictures", str(case.pictures))
         out = await output_of(__file__, *options, *sizes, *pictures)
         found = [Round(**one) for one in json.loads(out)]
@@ -161,7 +163,7 @@ async def run(options: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
     }
     if options.kv_bytes:
         settings |= {"kv_cache_memory_bytes": options.kv_bytes, "block_size": 32}
-    load = Load(options.requests, options.requests, options.tokens)
+    load = Load(options.requests, options.waves * options.requests, options.tokens)
     queue = {"queue_per_worker": max(64, options.requests)}
     async with stack(case.run_dir, case.model, settings, gateway=queue) as engine:
         print(f"engine: {engine.facts.info}", file=sys.stderr)
@@ -174,8 +176,8 @@ def show(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     base = max(row["tokens_per_s"] for row in rows if row["way"] in IN_PROCESS)
     if not options.json:
         print(
-            f"\n{options.size}: {options.requests} requests at once, {options.tokens} tokens each, "
-            f"{options.pictures} pictures"
+            f"\n{options.size}: {options.waves * options.requests} requests, {options.requests} at once, {options.tokens} tokens "
+            f"each, {options.pictures} pictures"
         )
         print("\n| way | tokens/s | of in process | round, s | CPU a token, us |\n|---|---|---|---|---|")
     for row in rows:
@@ -191,6 +193,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--size", default="tiny", choices=["tiny", "2B", "7B"])
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--waves", type=int, default=4, help="requests in all, by those at once")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--pictures", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
@@ -203,7 +206,7 @@ def main() -> None:
     logging.getLogger("omnifleet").setLevel(logging.WARNING)
     if options.client:
         case = Case(options.run_dir, options.model, options.pictures)
-        load = Load(options.requests, options.requests, options.tokens)
+        load = Load(options.requests, options.waves * options.requests, options.tokens)
         asyncio.run(client_process(case, options.client, load, options.rounds))
         return
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
