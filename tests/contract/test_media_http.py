@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,7 @@ import pytest
 from PIL import Image
 
 from omnifleet.auth import Scope, Tokens
+from omnifleet.report.pictures import fetch_pictures
 from omnifleet_media.server.run import Running
 from tests.contract.media_world import clip_of_pictures, pixels_of, png, running
 
@@ -178,6 +181,20 @@ async def test_a_contact_sheet_of_a_long_clip_is_a_choice(service: Running, http
     item = await clip_of_pictures(service, [i % 3 for i in range(100)], (400, 200), TOKENS.secret(Scope.ENV))
     sheet = shown(await http.get(f"/v1/media/{item.digest}/sheet.png"))
     assert sheet.shape == (4 + 4 * (96 + 16 + 4), 4 + 6 * (192 + 4), 3)  # 24 cells, none wider than 192
+
+
+async def test_a_report_has_a_picture_of_every_medium_also_when_the_service_is_gone(
+    service: Running, http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    clip = (await clip_of_pictures(service, range(8), (64, 48), TOKENS.secret(Scope.ENV))).digest
+    picture = (await http.post("/v1/media", content=png())).json()["digest"]
+    wanted, secret = [clip, picture, "ab" * 32], TOKENS.secret(Scope.OPERATOR)
+    ask = partial(fetch_pictures, tmp_path / "report", wanted, secret=secret)
+    found = await asyncio.to_thread(ask, http=service.http)
+    assert found.keys() == {clip, picture}, "what is lost is left out"
+    sizes = {digest: Image.open(io.BytesIO(data)).size for digest, data in found.items()}
+    assert sizes[picture] == (8, 6) and sizes[clip][0] > 6 * 64, "a clip is its contact sheet"
+    assert ask(http="") == found and ask(http="127.0.0.1:1") == found
 
 
 async def test_payloads_are_counted_at_the_boundary(http: httpx.AsyncClient) -> None:
