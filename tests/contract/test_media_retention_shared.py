@@ -181,9 +181,9 @@ async def test_one_service_preprocesses_and_the_other_waits(tmp_path: Path, inde
         light_library(tmp_path, processor=other_makes, **settings) as other,
     ):
         ref = (await one.put(source_of(1), still(), durable=False)).item.ref
-        first = asyncio.create_task(one.segment(ref, name, "{}", ""))
+        first = asyncio.create_task(one.segments.find_or_make(ref, name, "{}", ""))
         await one_makes.started.wait()
-        second = asyncio.create_task(other.segment(ref, name, "{}", ""))
+        second = asyncio.create_task(other.segments.find_or_make(ref, name, "{}", ""))
         assert not (await asyncio.wait((second,), timeout=0.1))[0]
         one_makes.go_on.set()
         assert [made for _, made in await asyncio.gather(first, second)] == [True, False]
