@@ -132,3 +132,20 @@ async def test_every_fault_is_refused_by_three_workers_and_the_next_whole_file_h
                 assert worker.holds(0), fault.__name__
         await publish(workers, parcel(20))
         assert all(worker.holds(20) for worker in workers)
+
+
+async def test_a_rank_keeps_of_a_file_the_slices_that_it_reads(
+    tmp_path: Path, parcel: Callable[[int], Parcel]
+) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 1, ranks=((0, 2), (1, 2))) as (worker,):
+        kept = []
+        for step in range(2):
+            made = parcel(step)
+            source = File(made.transfer.path, made.transfer.size)
+            digest = await worker.client.stage(made.manifest, source, deadline_s=DEADLINE_S)
+            kept.append([stager._received.bytes for stager in worker.engine.stagers])
+            await worker.client.commit(digest, InFlight.KEEP, deadline_s=DEADLINE_S)
+            assert worker.holds(step)
+        whole, halves = sum(tensor.nbytes for tensor in tensors(0).values()), 3 * 4 * 8 * 8 // 2
+        assert kept == [[whole, whole], [whole - halves, whole - halves]], "half of q, k and v is the other's"
+        assert worker.engine.by_plan == [False, True]

@@ -87,28 +87,43 @@ def stored(tensor: Mapping[str, Any]) -> int:
     return int(tensor["stored"] if tensor.get("encoding") else tensor["bytes"])
 
 
+def made_whole(body: Mapping[str, Any]) -> dict[str, int]:
+    """Sparse tensors of a manifest body, and the bytes that each takes when it is whole, in rows."""
+    sparse = [tensor for tensor in body["tensors"] if tensor["changed"] and tensor.get("encoding")]
+    return {tensor["name"]: tensor["bytes"] + -tensor["bytes"] % ROW_BYTES for tensor in sparse}
+
+
 class Memory:
-    """Buffers of one device, kept from refit to refit, so that a stage allocates nothing after the first."""
+    """Buffers of one device, kept from refit to refit, so that a stage allocates nothing after the largest."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: list[torch.Tensor] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._taken = 0
         self._cut: tuple[object, dict[str, torch.Tensor]] = (None, {})
-        self._aside = torch.empty(0, dtype=torch.uint8, device=device)
+        self.derived: tuple[object, Any] = (None, None)
+        """What somebody made of what `cut` gave, and that: kept for as long as the memory is."""
 
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """uint8 buffers of these sizes; what the last take gave is no longer valid. Raises REFIT_REJECTED if there is no room."""
-        if sum(map(len, self._buffers)) < sum(sizes) or len(self._buffers) != 1:
+    @property
+    def size(self) -> int:
+        """Bytes that are held."""
+        return len(self._buffer)
+
+    def take(self, sizes: Sequence[int], aside: int = 0) -> list[torch.Tensor]:
+        """uint8 buffers of these sizes; what the last take gave is no longer valid. Raises REFIT_REJECTED if there is no room.
+
+        aside: bytes that are wanted besides, see `aside`.
+        """
+        taken = sum(sizes)
+        if self.size < taken + aside:
             self.release()
-            self._buffers = [self._room(sum(sizes))]
-        return list(torch.split(self._buffers[0][: sum(sizes)], list(sizes)))
+            self._buffer = self._room(taken + aside)
+        self._taken = taken
+        return list(torch.split(self._buffer[: self._taken], list(sizes)))
 
     def aside(self, size: int) -> torch.Tensor:
-        """A buffer of zeros beside those of `take`, for what is made of them. Raises REFIT_REJECTED if there is no room."""
-        if len(self._aside) < size:
-            self._aside = self._aside[:0].clone()  # given back before more is asked for
-            self._aside = self._room(size)
-        return self._aside[:size].zero_()
+        """Zeros behind what was taken, for what is made of it: at most as many as `take` was told."""
+        return self._buffer[self._taken : self._taken + size].zero_()
 
     def cut(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of all buckets by name: views, no copies; the same dict again for the same places.
@@ -125,7 +140,8 @@ class Memory:
 
     def release(self) -> None:
         """Give the memory back."""
-        self._buffers, self._cut = [], (None, {})
+        self._buffer, self._taken = torch.empty(0, dtype=torch.uint8, device=self.device), 0
+        self._cut, self.derived = (None, {}), (None, None)
 
     def _room(self, size: int) -> torch.Tensor:
         """A row more than asked: no tensor in it has the storage to itself, so whoever keeps one copies it."""

@@ -13,7 +13,7 @@ import torch
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet_refit.group import Group, join
-from omnifleet_rollout.refit.buckets import Bucket, Memory, Verification, layout
+from omnifleet_rollout.refit.buckets import Bucket, Memory, Verification, layout, made_whole
 from omnifleet_rollout.refit.pieces import Leg
 from omnifleet_rollout.refit.source import Seat
 
@@ -59,7 +59,7 @@ class Collective:
     ) -> dict[str, torch.Tensor]:
         deadline = time.monotonic() + meeting.deadline_s
         buckets = [bucket for _, inside in legs for bucket in inside]
-        buffers = self._memory.take([bucket.size for bucket in buckets])
+        buffers = self._memory.take([bucket.size for bucket in buckets], sum(made_whole(body).values()))
         verification = Verification(body, self._memory.device)
         self._cancelled = False
         coming = iter(buffers)

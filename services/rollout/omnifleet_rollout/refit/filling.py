@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from omnifleet.wire.fold import ROW_BYTES
 from omnifleet.wire.manifest import UNVERIFIED
 from omnifleet_refit.fold import as_hex, fold
 from omnifleet_refit.sparse import decode
-from omnifleet_rollout.refit.buckets import DTYPES, Memory
+from omnifleet_rollout.refit.buckets import DTYPES, Memory, made_whole
 from omnifleet_rollout.refit.shadow import rejected
 
 Sources = dict[str, torch.Tensor]
@@ -31,8 +30,7 @@ def fill(body: Mapping[str, Any], tensors: Sources, held: Held, memory: Memory) 
         return tensors
     if body["checksum_algorithm"] == UNVERIFIED:
         raise rejected("sparse tensors need digests")
-    sizes = [tensor["bytes"] + -tensor["bytes"] % ROW_BYTES for tensor in sparse]
-    starts = [0, *accumulate(sizes)]
+    starts = [0, *accumulate(made_whole(body).values())]
     with _beside(memory.device):
         room = memory.aside(starts[-1])
         whole = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_rollout.refit.buckets import Memory, Verification, layout
+from omnifleet_rollout.refit.buckets import Memory, Verification, layout, made_whole
 from omnifleet_rollout.refit.shadow import rejected
 from omnifleet_rollout.refit.source import CUDA_IPC
 
@@ -31,7 +31,7 @@ def receive(body: Mapping[str, Any], source: str, memory: Memory) -> dict[str, t
     buckets = layout(body)
     if len(handles[uuid]) != len(buckets):
         raise rejected(f"{len(handles[uuid])} handles for {len(buckets)} buckets")
-    buffers = memory.take([bucket.size for bucket in buckets])
+    buffers = memory.take([bucket.size for bucket in buckets], sum(made_whole(body).values()))
     verification = Verification(body, memory.device)
     stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(memory.device), torch.cuda.stream(stream):

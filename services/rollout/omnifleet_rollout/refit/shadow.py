@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -74,7 +74,12 @@ def _nothing_held(name: str) -> bytes:
 
 
 def read_transfer(body: Mapping[str, Any], path: Path, held: Held = _nothing_held) -> list[ShadowTensor]:
-    """Copy and verify every changed tensor of a transfer file in shared memory. Raises REFIT_REJECTED.
+    """Copy and verify every changed tensor of a transfer file in shared memory. Raises REFIT_REJECTED."""
+    return list(each_tensor(body, path, held))
+
+
+def each_tensor(body: Mapping[str, Any], path: Path, held: Held = _nothing_held) -> Iterator[ShadowTensor]:
+    """Like `read_transfer`, bucket by bucket: nothing is to be used before the last one came.
 
     The copy is checked, not the file: a sender that writes while we read is caught. A sparse tensor is made whole from
     what is held, and the whole is checked against its digest.
@@ -92,14 +97,13 @@ def read_transfer(body: Mapping[str, Any], path: Path, held: Held = _nothing_hel
             by_bucket.setdefault(tensor["bucket"], []).append(tensor)
     if not set(by_bucket) <= set(range(len(body["buckets"]))):
         raise rejected("a tensor lies in a bucket that the manifest does not have")
-    shadow: list[ShadowTensor] = []
     with _mapped(path, starts[-1]) as source:
         for bucket, (start, end) in zip(body["buckets"], pairwise(starts), strict=True):
             data = bytearray(source[start:end])
             if bucket_checksum(memoryview(data)) != bucket["checksum"]:
                 raise rejected(f"bucket {bucket['index']} of {path} does not match its checksum")
-            shadow.extend(_cut(tensor, data, held) for tensor in by_bucket.get(bucket["index"], ()))
-    return shadow
+            for tensor in by_bucket.get(bucket["index"], ()):
+                yield _cut(tensor, data, held)
 
 
 def _cut(tensor: Mapping[str, Any], bucket: bytearray, held: Held) -> ShadowTensor:

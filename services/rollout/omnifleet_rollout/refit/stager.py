@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from omnifleet_rollout.refit.buckets import DTYPES, Memory
 from omnifleet_rollout.refit.collective import Collective
 from omnifleet_rollout.refit.filling import fill
 from omnifleet_rollout.refit.kept import KeptPlans
-from omnifleet_rollout.refit.pieces import Leg, as_pieces, legs_of
+from omnifleet_rollout.refit.pieces import Leg, Pieces, as_pieces, legs_of
 from omnifleet_rollout.refit.plan import Plan, agrees, replay
 from omnifleet_rollout.refit.restoring import Restoring
-from omnifleet_rollout.refit.shadow import ShadowTensor, check_table, read_transfer, rejected
+from omnifleet_rollout.refit.shadow import ShadowTensor, check_table, each_tensor, rejected
 from omnifleet_rollout.refit.source import CUDA_IPC, GROUP
 from omnifleet_rollout.refit.weights import Sources, Weights
 
@@ -34,6 +34,8 @@ log = logging.getLogger("omnifleet.rollout.refit")
 UNVERIFIED_ENV = "OMNIFLEET_REFIT_UNVERIFIED"
 CHECK_EVERY = 100
 """Every so many refits by plan, a complete one is compared with the loader's result again."""
+_SLICED = 0.9
+"""Of the elements: a rank whose plan reads less keeps slices of whole tensors."""
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -86,7 +88,6 @@ class Stager:
         self._collective = Collective(self._memory, rank)
         self._stage: Background[Received] | None = None
         self._digest, self._received = "", _NOTHING
-        self._last: tuple[Sources | None, Pairs] = (None, [])
         self._rank = rank
         self._reads = {} if plan is None else plan.needs()
         self._reads_digest = "" if plan is None else rank_digest(_needs_body(self._reads))
@@ -211,17 +212,37 @@ class Stager:
         elif source.startswith(CUDA_IPC):
             tensors = fill(body, ipc.receive(body, source, self._memory), held, self._memory)
         else:
-            read = read_transfer(body, Path(source), lambda name: _bytes(held(name)))
+            read = each_tensor(body, Path(source), lambda name: _bytes(held(name)))
+            if self._takes_slices(body):
+                return self._sliced(read)
             tensors = {tensor.name: _tensor(tensor) for tensor in read}
         size = sum(tensor.nbytes for tensor in tensors.values())
         return Received(tensors, self._bound(tensors), frozenset(tensors), size)
 
     def _receive_pieces(self, body: Mapping[str, Any], source: str, legs: Sequence[Leg]) -> Received:
         assert self._plan is not None
-        pieces = as_pieces(legs, self._collective.receive_legs(body, source, legs))
+        plan, tensors = self._plan, self._collective.receive_legs(body, source, legs)
         names = frozenset(tensor["name"] for tensor in body["tensors"] if tensor["changed"])
-        pairs = self._plan.bind_pieces(self._model, pieces)
-        return Received({}, pairs, names, sum(piece.nbytes for piece in pieces.values()))
+        pairs = self._ready(tensors, lambda: plan.bind_pieces(self._model, as_pieces(legs, tensors)))
+        return Received({}, pairs, names, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def _takes_slices(self, body: Mapping[str, Any]) -> bool:
+        """True if of whole tensors too this rank keeps only its slices: by plan, unless that is to be checked now."""
+        checks = self._since_check >= CHECK_EVERY and all(tensor["changed"] for tensor in body["tensors"])
+        return self._plan is not None and self._checked and not checks and self._plan.share < _SLICED
+
+    def _sliced(self, read: Iterable[ShadowTensor]) -> Received:
+        """Of each tensor as it comes, what this rank reads."""
+        assert self._plan is not None
+        pieces: Pieces = {}
+        names = set()
+        for shadow in read:
+            names.add(shadow.name)
+            whole = _tensor(shadow)
+            for view in self._reads.get(shadow.name, ()):
+                pieces[shadow.name, view] = view.on(whole).clone(memory_format=torch.contiguous_format)
+        size = sum(piece.nbytes for piece in pieces.values())
+        return Received({}, self._plan.bind_pieces(self._model, pieces), frozenset(names), size)
 
     def _holder(self) -> Callable[[str], torch.Tensor | None]:
         """Finds source tensors of the committed version: on the host, in the checkpoint, or in parameter memory."""
@@ -238,12 +259,18 @@ class Stager:
         return find
 
     def _bound(self, tensors: Sources) -> Pairs:
-        """The plan's copies, made ready before the gate; kept while the tensors lie where they lay."""
         if self._plan is None or not self._checked:
             return []
-        if self._last[0] is not tensors:
-            self._last = (tensors, self._plan.bind(self._model, tensors))
-        return self._last[1]
+        plan = self._plan
+        return self._ready(tensors, lambda: plan.bind(self._model, tensors))
+
+    def _ready(self, tensors: Sources, bind: Callable[[], Pairs]) -> Pairs:
+        """The plan's copies, made ready before the gate; kept while the tensors lie where they lay."""
+        of, pairs = self._memory.derived
+        if of is not tensors:
+            pairs = bind()
+            self._memory.derived = (tensors, pairs)
+        return pairs  # type: ignore[no-any-return]
 
     def _apply(self) -> bool:
         if self._plan is None:
@@ -266,6 +293,7 @@ class Stager:
         """Load by plan and by the loader, compare; the loader's result stays. A plan that disagrees is dropped for good."""
         different = agrees(self._model, plan, self._weights.shadow, self._load)
         self._checked, self._since_check = not different, 0
+        self._memory.derived = (None, None)  # the loader may have moved parameters
         if different:
             self._plan = None
             if self._kept is not None:
