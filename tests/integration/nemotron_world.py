@@ -23,7 +23,7 @@ from omnifleet.processor import (
 )
 from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet.vision_grid import nemotron_clip_ids
-from omnifleet_media.segment.work import work
+from omnifleet_media.segment import work
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.objectives.logprobs import token_logprobs
 
@@ -37,13 +37,9 @@ CLIPS: Mapping[str, bool | int] = {"video_target_num_patches": 16, "video_mainta
 
 def segment(spec: ProcessorSpec, frames: Any) -> dict[str, Any]:
     """Model-ready tensors of frames uint8 [F, H, W, 3], by the media service's own code."""
-    header = {
-        "class_name": spec.class_name,
-        "config": spec.config,
-        "config_json": spec.config_json,
-        "shape": frames.shape,
-    }
-    _, (body,) = work(header, bytearray(frames.tobytes()))
+    processor = work._processor(spec.class_name, spec.config_json, spec.config)
+    output = work._run(processor, frames, clip=work.takes_clips(spec.class_name))
+    _, (body,) = work._packed(processor, output, spec.class_name, spec.config)
     return {name: tensor.numpy() for name, tensor in load(bytes(body)).items()}
 
 

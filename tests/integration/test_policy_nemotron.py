@@ -101,6 +101,24 @@ def test_logprobs_of_pictures_and_clips_equal_plain_transformers(
     assert policy._vision.references == 10 and policy._vision.encoded < 10
 
 
+def test_steps_in_time_have_no_least(policy: AutoModelPolicy, source: Path) -> None:
+    """As in engines; transformers cuts them off at a setting for first weights, which moves logprobs of the tiny model too."""
+    from transformers import AutoModelForImageTextToText
+
+    batch = batch_for(source)
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32).eval()
+    mixers = [m for m in model.modules() if type(m).__name__ == "NemotronHMamba2Mixer"]
+    ours = policy.logprobs(batch)
+    with torch.no_grad():
+        cut = [plain_logprobs(model, sample, batch) for sample in batch.samples]
+        for mixer in mixers:
+            assert mixer.time_step_limit == (0.001, float("inf")), "else the adapter need not set it"
+            mixer.time_step_limit = (0.0, float("inf"))
+        whole = [plain_logprobs(model, sample, batch) for sample in batch.samples]
+    close_to(ours, whole, rtol=1e-5)
+    assert mixers and any(not torch.equal(a, b) for a, b in zip(cut, whole, strict=True))
+
+
 def test_one_tower_run_gives_the_naive_path_s_values_and_gradients(
     policy: AutoModelPolicy, source: Path
 ) -> None:

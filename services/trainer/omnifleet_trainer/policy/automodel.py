@@ -7,6 +7,7 @@ on any number of ranks. The model stays in eval mode throughout, so that no drop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import automodel as compat
 from omnifleet_trainer.objectives.logprobs import hidden_logprobs
-from omnifleet_trainer.policy.families.registry import family_of
+from omnifleet_trainer.policy.families.registry import family_of, needs_filling
 from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import stored
 from omnifleet_trainer.policy.group import ALONE, Place, start_group
@@ -91,15 +92,18 @@ class AutoModelPolicy(RankPolicy):
     ) -> None:
         place, trainer = self._place, self._trainer
         self._peers = Peers(index=place.rank, size=place.world)
-        self._model, self._mesh = _build(source, trainer)
+        fills = place.world > 1 and needs_filling(source)
+        self._model, self._mesh = _build(source, trainer, empty=fills)
         if trainer.recompute:
             recompute_layers(self._model)
         if place.world > 1:
             make_enterable(self._model)
         self._family = family_of(self._model)
         self._shapes, passive = shapes, self._family.passive
-        self._held = held_by(self._model, shapes, fixed=self._family.fixed, passive=passive)
+        self._held = held_by(self._model, shapes, fixed=tuple(self._family.fixed), passive=passive)
         self._passive = sorted(set(shapes) - self._held.all_sources(self._held.names))
+        if fills:
+            self._fill(source)
         parameters = dict(self._model.named_parameters())
         self._adapters = None if trainer.lora is None else Adapters(self._model, trainer.lora, seed=seed)
         known = [name for name in parameters if name in self._held]
@@ -190,12 +194,20 @@ class AutoModelPolicy(RankPolicy):
             )
         if self._adapters is not None:
             self._adapters.load(folder)
-        with torch.no_grad(), stored(checkpoint_files(folder / "policy")) as read:
-            for name, tensor in self._model.state_dict().items() if self._adapters is None else ():
-                if name in self._held:
-                    own(tensor).copy_(own(spread(self._held.rebuilt(name, read), tensor)))
+        if self._adapters is None:
+            self._fill(folder / "policy")
         self._optimizer.load(folder / "optimizer")
         self._vision.clear()
+
+    def _fill(self, folder: Path) -> None:
+        """Give the model the weights of a checkpoint folder, a tensor at a time."""
+        fixed = self._family.fixed.items()
+        with torch.no_grad(), stored(checkpoint_files(folder)) as read:
+            for name, tensor in self._model.state_dict().items():
+                if name in self._held:
+                    own(tensor).copy_(own(spread(self._held.rebuilt(name, read), tensor)))
+                for value in (value for pattern, value in fixed if fnmatchcase(name, pattern)):
+                    own(tensor).fill_(value)
 
     def offload(self) -> None:
         """See `Policy`."""
@@ -276,7 +288,8 @@ class AutoModelPolicy(RankPolicy):
         self._optimizer.move(device)
 
 
-def _build(source: Path, trainer: TrainerConfig) -> tuple[Any, Any]:
+def _build(source: Path, trainer: TrainerConfig, *, empty: bool) -> tuple[Any, Any]:
+    """The model and its mesh. empty: its weights are still to come."""
     compat.install()
     from nemo_automodel import NeMoAutoModelForImageTextToText
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
@@ -290,7 +303,12 @@ def _build(source: Path, trainer: TrainerConfig) -> tuple[Any, Any]:
     setup = DistributedSetup.build(
         strategy=FSDP2Config(mp_policy=precision), parallelism_sizes=ParallelismSizes()
     )
-    model = NeMoAutoModelForImageTextToText.from_pretrained(
+    make = (
+        NeMoAutoModelForImageTextToText.from_config
+        if empty
+        else NeMoAutoModelForImageTextToText.from_pretrained
+    )
+    model = make(
         str(source),
         dtype=torch.float32,
         attn_implementation="sdpa",
@@ -299,4 +317,16 @@ def _build(source: Path, trainer: TrainerConfig) -> tuple[Any, Any]:
         distributed_setup=setup,
         peft_config=None if trainer.lora is None else adapters_of(trainer.lora),
     )
+    if empty:
+        model._weight_conversions = _conversions(source)
     return model.eval(), setup.mesh_context
+
+
+def _conversions(source: Path) -> Any:
+    """How transformers would load the checkpoint: it finds out by the name of the class, which FSDP2 changes."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    with torch.device("meta"):
+        plain = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(source))
+    return get_model_conversion_mapping(plain, add_legacy=False)

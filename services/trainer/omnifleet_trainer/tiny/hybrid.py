@@ -142,7 +142,8 @@ def _as_published(folder: Path, pattern: str) -> None:
         "img_context_token_id": body["image_token_id"],
         "video_context_token_id": body["video_token_id"],
     }
-    body["text_config"] |= {"hybrid_override_pattern": pattern, "dtype": "float32"}
+    # vLLM gives tower and projector this type, whatever it computes in; the published one is this too.
+    body["text_config"] |= {"hybrid_override_pattern": pattern, "dtype": "bfloat16"}
     body["vision_config"] |= {"separate_video_embedder": True, "args": _tower_arguments()}
     path.write_text(json.dumps(body, indent=1) + "\n")
 

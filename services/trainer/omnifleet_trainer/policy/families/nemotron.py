@@ -26,6 +26,9 @@ from omnifleet_trainer.batch.samples import Segment
 from omnifleet_trainer.policy.families.port import Layout
 from omnifleet_trainer.policy.families.qwen import TextModel, scattered
 
+_NO_LIMIT = (0.0, float("inf"))
+"""Of a Mamba layer's steps in time, as in vLLM, Megatron and AutoModel's own class. transformers takes `time_step_min`, which
+is meant for first weights, for their least: trained layers have shorter ones."""
 _PICTURE = 0
 """Moments that the grid of a picture has here; a clip may have one."""
 
@@ -34,18 +37,19 @@ class NemotronOmni(TextModel):
     """See above."""
 
     encoder = ("vision_model.", "vision_final_layernorm.", "multi_modal_projector.")
-    fixed = ("*.layer_scale[12].lambda1",)  # ones
+    fixed = {"*.layer_scale[12].lambda1": 1.0}  # noqa: RUF012
     passive = ("*.input_conditioner.norm_*", "*.feature_extractor.*")  # of media, which come prepared
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         config = model.config
         self._frames, self._patch = config.video_temporal_patch_size, config.vision_config.patch_size
-        image = config.image_token_id
-        self.contract = MediaContract(image, round(1 / config.downsample_ratio), image)
+        self.contract = media_contract(config)
         for module in model.modules():
             if type(module).__name__ == "NemotronHTopkRouter":
                 module.forward = _in_float32(module.forward)
+            if type(module).__name__ == "NemotronHMamba2Mixer":
+                module.time_step_limit = _NO_LIMIT
 
     @property
     def body(self) -> Any:
@@ -58,20 +62,8 @@ class NemotronOmni(TextModel):
         return int(3 * self._frames * self._patch**2)
 
     def arranged(self, segments: Sequence[Segment]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """See `Arranging`; grids [items, 3] as (moments, h, w), 0 moments for a picture.
-
-        Raises OmnifleetError(INVALID_REQUEST) for a clip whose moments are of another number of frames.
-        """
-        patches, grids = [], []
-        for segment in segments:
-            ((t, h, w),) = grid_of(segment).tolist()
-            if is_clip(segment):
-                patches.append(_moments(segment["pixel_values_videos"], (t, h, w), self._frames))
-            else:
-                own = patches_of(segment)
-                patches.append(np.pad(own, ((0, 0), (0, self.patch_values - own.shape[1]))))
-            grids.append((t if is_clip(segment) else _PICTURE, h, w))
-        return np.concatenate(patches), np.array(grids, np.int64)
+        """See `Arranging`, and `arranged` below."""
+        return arranged(segments, self._frames, self.patch_values)
 
     def encode(self, pixels: Tensor, grids: Tensor) -> Tensor:
         """See `Family`; W = H. Both kinds' projections have a gradient, if one of 0, whatever the media are: ranks that hold
@@ -108,15 +100,46 @@ class NemotronOmni(TextModel):
         return embedded
 
     def _joined(self, hidden: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """The tower's output for one medium -> [moments h w / 4, 4 width]: each two by two neighbours as one."""
         model, (_, h, w) = self._model, grid
-        first = model.vision_model.config.num_summary_tokens
-        features = hidden.view(-1, first + h * w, hidden.shape[-1])[:, first:]
         if model.vision_final_layernorm is not None:
-            features = model.vision_final_layernorm(features)
-        square = features.reshape(len(features), h, w, -1)
-        joined: Tensor = model.pixel_shuffle(square, scale_factor=model.config.downsample_ratio)
-        return joined.flatten(0, 2)
+            hidden = model.vision_final_layernorm(hidden)
+        first = model.vision_model.config.num_summary_tokens
+        return joined(hidden, h, w, first, model.config.downsample_ratio)
+
+
+def media_contract(config: Any) -> MediaContract:
+    """How prompts of a Nemotron Omni with this config carry pictures and clips: alike."""
+    image = config.image_token_id
+    return MediaContract(image, round(1 / config.downsample_ratio), image)
+
+
+def arranged(
+    segments: Sequence[Segment], frames: int, values: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Patches [P, values], a clip's of `frames` frames each, a picture's filled up with zeros; and grids [items, 3] as
+    (moments, h, w), 0 moments for a picture.
+
+    Raises OmnifleetError(INVALID_REQUEST) for a clip whose moments are of another number of frames.
+    """
+    patches, grids = [], []
+    for segment in segments:
+        ((t, h, w),) = grid_of(segment).tolist()
+        if is_clip(segment):
+            patches.append(_moments(segment["pixel_values_videos"], (t, h, w), frames))
+        else:
+            own = patches_of(segment)
+            patches.append(np.pad(own, ((0, 0), (0, values - own.shape[1]))))
+        grids.append((t if is_clip(segment) else _PICTURE, h, w))
+    return np.concatenate(patches), np.array(grids, np.int64)
+
+
+def joined(hidden: Tensor, h: int, w: int, first: int, ratio: float) -> Tensor:
+    """The tower's output for one medium, [moments x (first + h w), width] -> [moments h w / 4, 4 width]: without what comes
+    first in each moment, each two by two neighbours as one, row by row and each pair's width by width (transformers')."""
+    features = hidden.view(-1, first + h * w, hidden.shape[-1])[:, first:]
+    side = round(1 / ratio)
+    square = features.reshape(len(features), h // side, side, w // side, side, -1)
+    return square.permute(0, 1, 3, 2, 4, 5).reshape(len(features) * h * w // side**2, -1)
 
 
 def _moments(

@@ -6,6 +6,7 @@ The towers treat a clip as a picture with more temporal patches, so one run take
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ class TextModel:
     contract: MediaContract | None = None
     encoder: tuple[str, ...] = ("model.visual.", "visual.")
     """Prefixes of the weights that features of media depend on, in the model."""
-    fixed: tuple[str, ...] = ()
-    """Patterns of the model's weights that no checkpoint holds; they never train."""
+    fixed: Mapping[str, float] = {}
+    """Patterns of the model's weights that no checkpoint holds, and their value; they never train."""
     passive: tuple[str, ...] = ()
     """Patterns of a checkpoint's tensors that no model holds; they are handed on as they are."""
 

@@ -1,0 +1,43 @@
+"""Nemotron 3 Nano Omni in AutoModel on two ranks: the same numbers as one, and checkpoints that either reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from omnifleet_trainer.policy.names import checkpoint_shapes
+from omnifleet_trainer.policy.port import Policy
+from omnifleet_trainer.tiny.hybrid import DENSE, MIXED, write_hybrid
+from tests.integration.nemotron_world import batch_for
+from tests.integration.rank_world import History, equal, opened, weights_of
+
+pytestmark = [pytest.mark.heavy, pytest.mark.soak]
+
+
+def history(policy: Policy, source: Path, folder: Path) -> History:
+    """Pictures in some samples, clips in others, neither in one: a rank may have either alone."""
+    batch = batch_for(source)
+    logprobs, steps = policy.logprobs(batch), [policy.train(batch) for _ in range(3)]
+    policy.save(folder)
+    return History(logprobs, steps, weights_of(policy), policy.train(batch))
+
+
+@pytest.mark.parametrize("pattern", [DENSE, MIXED], ids=["dense", "mixture"])
+def test_two_ranks_train_as_one(pattern: str, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    write_hybrid(source, pattern=pattern, hidden=64)
+    policy = opened(source)
+    try:
+        alone = history(policy, source, tmp_path / "one")
+    finally:
+        policy.close()
+    policy = opened(source, {"dp": 2})
+    try:
+        equal(history(policy, source, tmp_path / "two"), alone)
+        assert checkpoint_shapes(tmp_path / "two" / "policy") == checkpoint_shapes(source)
+        policy.load(tmp_path / "one")
+        resumed = policy.train(batch_for(source))
+        assert resumed["grad_norm"] == pytest.approx(alone.then["grad_norm"], rel=1e-4)
+    finally:
+        policy.close()
