@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omnifleet.config.model import UNTAUGHT
 from omnifleet.types import InFlight, LogprobsMode
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ def check_backend(recipe: Recipe) -> None:
         raise ValueError("trainer.backend = megatron has no trainer.logprob_chunk: leave it out")
     if recipe.model.family == "qwen2_vl":
         raise ValueError("trainer.backend = megatron has no Qwen2-VL: set model.family = qwen2_5_vl")
-    if recipe.model.family in UNTAUGHT:
-        raise ValueError(
-            "trainer.backend = megatron has no Nemotron Omni: set trainer.backend = automodel, or model.family = qwen2_5_vl"
-        )
 
 
 def check_turns(recipe: Recipe) -> None:

@@ -155,7 +155,6 @@ def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
         ("trainer.dtype=bfloat16", "set trainer.dtype = float32"),
         ("trainer.logprob_chunk=8", "trainer.logprob_chunk: leave it out"),
         ("model.family=qwen2_vl", "set model.family = qwen2_5_vl"),
-        ("model.family=nemotron_omni", "set trainer.backend = automodel"),
     ],
 )
 def test_a_recipe_that_megatron_cannot_train_is_refused_as_a_recipe(override: str, mend: str) -> None:

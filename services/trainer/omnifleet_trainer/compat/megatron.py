@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_trainer.compat import mamba
 
 VERSIONS = {"megatron-core": "0.19.", "megatron-bridge": "0.6."}
 _LORA = "megatron.bridge.peft.lora_layers"
@@ -140,11 +141,11 @@ def _import_with_triton() -> None:
     # These probe for triton themselves, and must find that there is none.
     for name in ("torch._inductor.runtime.triton_compat", "transformers"):
         importlib.import_module(name)
-    modules = {name: _Triton(name) for name in _TRITON}
+    modules: dict[str, types.ModuleType] = {name: _Triton(name) for name in _TRITON}
     for name in _TRITON[1:]:
         parent, leaf = name.rsplit(".", 1)
         modules[parent].__dict__[leaf] = modules[name]
-    with standing_in(modules):
+    with standing_in(modules | mamba.stand_ins()):
         for name in _KERNELS:
             importlib.import_module(name)
 

@@ -28,14 +28,18 @@ from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import megatron as compat
 from omnifleet_trainer.objectives.logprobs import token_logprobs
 from omnifleet_trainer.policy.families.megatron import MEGATRON_FAMILIES
+from omnifleet_trainer.policy.families.megatron_nemotron import MegatronNemotron
+from omnifleet_trainer.policy.families.nemotron import NemotronOmni
 from omnifleet_trainer.policy.families.qwen import unknown_family
 from omnifleet_trainer.policy.flops import FlopsModel
+from omnifleet_trainer.policy.folder import stored
 from omnifleet_trainer.policy.group import ALONE, Place, start_group
 from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
+from omnifleet_trainer.policy.megatron_nemotron import HYBRID
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
 from omnifleet_trainer.policy.megatron_pipeline import Pipeline
 from omnifleet_trainer.policy.mismatch import OnMismatch
-from omnifleet_trainer.policy.names import checkpoint_shapes, matching
+from omnifleet_trainer.policy.names import checkpoint_files, checkpoint_shapes, matching
 from omnifleet_trainer.policy.optimizer import check_moments
 from omnifleet_trainer.policy.packing import Packing
 from omnifleet_trainer.policy.passes import Schedule
@@ -44,7 +48,9 @@ from omnifleet_trainer.policy.rank import RankPolicy
 from omnifleet_trainer.policy.recompute import recompute_layers
 from omnifleet_trainer.policy.vision import Vision, layout_of
 
-_ENCODER = ("visual.", "model.visual.")
+_ENCODER = ("visual.", "model.visual.", "vision_model.", "mlp1.")
+_TOWER = ("model.visual.", *NemotronOmni.encoder)
+"""Prefixes of names: in checkpoints, and in transformers."""
 
 
 class MegatronPolicy(RankPolicy):
@@ -273,6 +279,8 @@ class MegatronPolicy(RankPolicy):
             ):
                 if name in self._shapes:  # a tied head is not stored
                     yield name, tensor.detach()
+        with stored(checkpoint_files(self._source)) as read:
+            yield from ((name, read(name)) for name in self._built.passive)
 
     def _move(self, device: torch.device) -> None:
         self._built.model.to(device)
@@ -300,9 +308,10 @@ def _family(source: Path) -> Any:
     model_type = body.get("model_type")
     if not isinstance(model_type, str):
         raise invalid(f"{source}/config.json has no model_type", reason=Reason.INVALID_CONFIG)
-    if model_type not in MEGATRON_FAMILIES:
-        raise unknown_family(model_type, "megatron", MEGATRON_FAMILIES)
-    return MEGATRON_FAMILIES[model_type]
+    families = MEGATRON_FAMILIES | {HYBRID: MegatronNemotron}
+    if model_type not in families:
+        raise unknown_family(model_type, "megatron", families)
+    return families[model_type]
 
 
 def _flops(config: Any, training: set[str]) -> FlopsModel:
@@ -313,5 +322,5 @@ def _flops(config: Any, training: set[str]) -> FlopsModel:
         model = AutoModelForImageTextToText.from_config(config)
     language = any(not name.startswith(_ENCODER) for name in training)
     for name, weight in model.named_parameters():
-        weight.requires_grad_(language or name.startswith("model.visual."))
-    return FlopsModel.of(model, ("model.visual.",))
+        weight.requires_grad_(language or name.startswith(_TOWER))
+    return FlopsModel.of(model, _TOWER)

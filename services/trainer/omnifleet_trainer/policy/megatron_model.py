@@ -14,6 +14,7 @@ import torch
 from omnifleet.config.parallel import ParallelConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.compat import megatron as compat
+from omnifleet_trainer.policy.megatron_nemotron import HYBRID, building, check_hybrid, constants
 
 _SHOWN = 6
 # Kernels that need CUDA, and habits of pre-training: parts frozen by default, losses of its own, vocabularies padded.
@@ -48,7 +49,8 @@ _SETTINGS: dict[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class Built:
     """bridge: between names and weights of both sides. model: wrapped for gradients; core: within. tasks: one for each
-    weight of all stages. copies: of weights that the last stage holds too, under its own name. config: of transformers."""
+    weight of all stages. copies: of weights that the last stage holds too, under its own name. config: of transformers.
+    passive: tensors of the checkpoint that no model holds."""
 
     bridge: Any
     model: Any
@@ -56,6 +58,7 @@ class Built:
     tasks: Sequence[Any]
     copies: Sequence[Any]
     config: Any
+    passive: Sequence[str]
 
 
 def build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: ParallelConfig) -> Built:
@@ -79,10 +82,17 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: 
     layers.use_in_qwen3()
     bridge = AutoBridge.from_hf_pretrained(str(source))
     config = bridge.hf_pretrained.config
-    _check_divides(config.text_config, parallel)
-    if config.model_type != "qwen2_5_vl":  # whose tower is not divided
-        _check_divides(config.vision_config, parallel, (("tp", parallel.tp, ("num_heads",)),))
-    _check_inner(config, parallel)
+    hybrid = config.model_type == HYBRID
+    passive = constants(shapes) if hybrid else []
+    held = {name: shape for name, shape in shapes.items() if name not in passive}
+    if hybrid:
+        check_hybrid(config, parallel)
+        config.llm_config = config.text_config  # Bridge knows it by the name that published configs have
+    else:
+        _check_divides(config.text_config, parallel)
+        if config.model_type != "qwen2_5_vl":  # whose tower is not divided
+            _check_divides(config.vision_config, parallel, (("tp", parallel.tp, ("num_heads",)),))
+        _check_inner(config, parallel)
     provider = bridge.to_megatron_provider(load_weights=True)
     cpu = not torch.cuda.is_available()
     settings = _SETTINGS | {
@@ -90,37 +100,40 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: 
         "pipeline_model_parallel_size": parallel.pp,
         "variable_seq_lengths": parallel.pp > 1,
         "expert_model_parallel_size": parallel.ep,
-        "transformer_layer_spec": layers.language_spec,
         "use_cpu_initialization": cpu,
-        # Bridge leaves the section of the published sizes, whatever the config says.
-        "mrope_section": config.text_config.rope_parameters["mrope_section"],
+        "moe_shared_expert_overlap": False,
     }
+    if not hybrid:
+        settings["transformer_layer_spec"] = layers.language_spec
+        # Bridge leaves the section of the published sizes, whatever the config says.
+        settings["mrope_section"] = config.text_config.rope_parameters["mrope_section"]
     known = {name: value for name, value in settings.items() if hasattr(provider, name)}
     provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=known)
     provider.initialize_model_parallel(seed=None if cpu else 0)
 
     def freeze(chunks: list[Any]) -> list[Any]:
         tasks = bridge.get_conversion_tasks(chunks)
-        _freeze(chunks[0], [*tasks, *_copies(chunks[0], tasks)], shapes, frozen)
+        _freeze(chunks[0], [*tasks, *_copies(chunks[0], tasks)], held, frozen)
         return chunks
 
     provider.register_pre_wrap_hook(freeze)
-    (model,) = provider.provide_distributed_model(
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=parallel.distributed_optimizer,
-            overlap_grad_reduce=False,
-        ),
-        wrap_with_ddp=True,
-        use_cpu_initialization=cpu,
-        fp16=False,
-        bf16=False,
-        data_parallel_random_init=False,
-    )
+    with building(config):
+        (model,) = provider.provide_distributed_model(
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=parallel.distributed_optimizer,
+                overlap_grad_reduce=False,
+            ),
+            wrap_with_ddp=True,
+            use_cpu_initialization=cpu,
+            fp16=False,
+            bf16=False,
+            data_parallel_random_init=False,
+        )
     layers.use_exact_gelu(model)
     model.eval()  # no dropout separates the logprobs of two passes
     tasks = bridge.get_conversion_tasks([model])
-    return Built(bridge, model, model.module, tasks, _copies(model.module, tasks), config)
+    return Built(bridge, model, model.module, tasks, _copies(model.module, tasks), config, passive)
 
 
 def fused_names(tasks: Sequence[Any]) -> dict[str, tuple[str, ...]]:
