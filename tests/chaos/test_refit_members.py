@@ -11,7 +11,7 @@ import pytest
 
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import InFlight, WeightVersion
-from omnifleet_refit.windows import View
+from omnifleet_refit.windows import needs_of
 from omnifleet_trainer.refit.choice import Taker, choose
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.parts import Cut
@@ -93,7 +93,7 @@ async def test_an_engine_of_two_ranks_killed_between_its_parts_is_left_out_and_t
         sender, victim = Sender(), workers[1]
         first = await sender.publish(workers, 0)
         _, bodies = await workers[0].client.needs()
-        needs = [{name: [View.parse(w) for w in ws] for name, ws in body.items()} for body in bodies]
+        needs = [needs_of(body) for body in bodies]
         held = dict(sender.digests)
         sender.snapshot.pack(tensors(1).items(), MOVES)
         takers = {worker.id: Taker(first.version, held, False) for worker in workers}

@@ -149,17 +149,17 @@ async def test_NCL_10_a_worker_whose_last_bucket_fails_keeps_its_version_and_is_
     async with fleet_of(3, tmp_path) as fleet:
         await fleet.publish(0)
         victim = fleet.workers[1]
-        receive = victim.engine.stager._collective.receive
+        receive = victim.engine.stager._reception.collective.receive
 
         def spoil(body: Any, source: str) -> Any:
             received = receive(body, source)
             raise rejected(f"the last bucket of {len(received)} tensors does not match its checksum")
 
-        victim.engine.stager._collective.receive = spoil  # type: ignore[method-assign]
+        victim.engine.stager._reception.collective.receive = spoil  # type: ignore[method-assign]
         report = await fleet.publish(1)
         assert report.ok == ("w0", "w2") and "checksum" in report.failed["w1"]
         assert victim.holds(0) and victim.version.number == 0, "it is not tagged with the new version"
         assert fleet.workers[0].holds(1) and fleet.workers[2].holds(1)
-        victim.engine.stager._collective.receive = receive  # type: ignore[method-assign]
+        victim.engine.stager._reception.collective.receive = receive  # type: ignore[method-assign]
         async with keeping_up(fleet):
             await until(lambda: victim.holds(1))

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from omnifleet.wire.needs import WindowBody
+from omnifleet.wire.needs import NeedsBody, WindowBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +56,13 @@ class View:
 
 Needs = Mapping[str, Sequence[View]]
 """What one rank reads of each source tensor, contiguous ones: each window once."""
+
+
+def needs_body(needs: Needs) -> NeedsBody:
+    """As plain data, in order of names."""
+    return {name: [view.body for view in views] for name, views in sorted(needs.items())}
+
+
+def needs_of(body: NeedsBody) -> Needs:
+    """Undo `needs_body`."""
+    return {name: [View.parse(window) for window in windows] for name, windows in body.items()}

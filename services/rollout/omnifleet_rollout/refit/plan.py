@@ -66,7 +66,7 @@ class Plan:
         self, model: torch.nn.Module, sources: Mapping[str, torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(destination, source) pairs for the tensors given, contiguous ones. Raises LookupError for one of another shape."""
-        targets = dict(_memory(model))
+        targets = dict(parameter_memory(model))
         pairs = []
         for name, tensor in sources.items():
             if self.shapes.get(name) != tuple(tensor.shape):
@@ -82,7 +82,7 @@ class Plan:
         self, model: torch.nn.Module, pieces: Mapping[tuple[str, View], torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Like `bind`, of windows of sources: (name, window) -> its elements, in the window's shape."""
-        targets, pairs = dict(_memory(model)), []
+        targets, pairs = dict(parameter_memory(model)), []
         for move in self.moves:
             piece = pieces.get((move.source, move.read))
             if piece is not None:
@@ -105,7 +105,7 @@ class Plan:
 
     def check_fits(self, model: torch.nn.Module) -> None:
         """Raises LookupError if a move or fill would leave a source, or the model's memory."""
-        targets = dict(_memory(model))
+        targets = dict(parameter_memory(model))
         writes = [(move.target, move.write) for move in self.moves]
         writes += [(fill.target, fill.write) for fill in self.fills]
         for target, write in writes:
@@ -129,7 +129,7 @@ def plan_key(
     """Digest of all that a plan depends on: engine build and rank (`build`), model class, source table, memory layout."""
     memory = [
         [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), tensor.storage_offset()]
-        for name, tensor in _memory(model)
+        for name, tensor in parameter_memory(model)
     ]
     sources = sorted([name, str(dtype), list(shape)] for name, (dtype, shape) in table.items())
     parts = [build, type(model).__name__, sources, memory]
@@ -146,7 +146,7 @@ def record(
     sources = {
         name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (dtype, shape) in table.items()
     }
-    recorder = _Recorder(sources, dict(_memory(model)))
+    recorder = _Recorder(sources, dict(parameter_memory(model)))
     try:
         with torch.no_grad(), recorder:
             load(iter(sources.items()))
@@ -253,7 +253,7 @@ def agrees(
     Returns the names of tensors that differ, bit for bit; in any case the model holds what the loader made. Compared is
     all that hangs on the model: parameters, buffers, and tensors that modules keep as plain attributes.
     """
-    pairs, targets = plan.bind(model, sources), dict(_memory(model))
+    pairs, targets = plan.bind(model, sources), dict(parameter_memory(model))
     with torch.no_grad():
         for name in {move.target for move in plan.moves}:
             targets[name].fill_(float("nan") if targets[name].is_floating_point() else 1)
@@ -275,7 +275,7 @@ def replay(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         into.copy_(value, non_blocking=True)
 
 
-def _memory(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def parameter_memory(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers, each storage under its first name; not those that are small windows of another's."""
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from omnifleet_refit.windows import View
-from omnifleet_rollout.refit.plan import Move, Plan, _memory
+from omnifleet_rollout.refit.plan import Move, Plan, parameter_memory
+from omnifleet_rollout.refit.weights import Weights
+
+Finder = Callable[[str], torch.Tensor | None]
+"""Finds a source tensor of the committed version; None if it is not here whole."""
+
+
+def finder(weights: Weights, plan: Plan | None, model: torch.nn.Module) -> Finder:
+    """Looks on the host, in the checkpoint, and in parameter memory. For as long as nothing is committed."""
+    restoring: list[Restoring] = []
+
+    def find(name: str) -> torch.Tensor | None:
+        tensor = weights.kept(name)
+        if tensor is not None or plan is None:
+            return tensor
+        if not restoring:
+            restoring.append(Restoring(plan, model))
+        return restoring[0].gather(name)
+
+    return find
 
 
 class Restoring:
     """Of one plan and model, for as long as the model's parameters are where they are now."""
 
     def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
-        self._shapes, self._targets = plan.shapes, dict(_memory(model))
+        self._shapes, self._targets = plan.shapes, dict(parameter_memory(model))
         self._moves: dict[str, list[Move]] = {}
         for move in plan.moves:
             self._moves.setdefault(move.source, []).append(move)

@@ -22,7 +22,7 @@ from omnifleet.client.refit import Commit, EngineView, RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import WeightVersion
 from omnifleet_refit.group import Meeting
-from omnifleet_refit.windows import Needs, View
+from omnifleet_refit.windows import Needs, needs_of
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.choice import Taker, choose
 from omnifleet_trainer.refit.courier import Courier, Leg, Order, Outcome
@@ -263,7 +263,7 @@ class BroadcastSender(RefitSender):
                 return []
             if said != digest or len(bodies) != ranks:
                 return []  # it has changed its mind meanwhile
-            self._read = (digest, [{n: [View.parse(w) for w in ws] for n, ws in b.items()} for b in bodies])
+            self._read = (digest, [needs_of(body) for body in bodies])
         return self._read[1]
 
     def _legs(self, snapshot: Snapshot, shipment: Shipment) -> list[Leg]:

@@ -44,13 +44,13 @@ def choose(
 ) -> dict[str, Shipment]:
     """Worker id -> what it is sent. needs: what the ranks of each worker read; empty if they differ, or take tensors whole.
 
-    Waits for the device.
+    Who needs everything gets it whole, so that an engine can check its plan against it. Waits for the device.
     """
     steps = _steps(snapshot, version, takers, encoder_changed)
     if len(steps) == len(takers):
         return steps
     together = set[int]().union(*(snapshot.needed(taker.held) for taker in takers.values()))
-    if needs and snapshot.digests and together:
+    if needs and snapshot.digests and together and all(taker.parent is not None for taker in takers.values()):
         limit = sum(len(snapshot.buckets[bucket]) for bucket in together)
         cut = _parts(snapshot, version, takers, needs, encoder_changed, limit)
         if cut:
