@@ -5,6 +5,8 @@ One run of two steps for all: vLLM on the CPU, AutoModel, and NeMo Gym's servers
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 from collections import defaultdict
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from omnifleet.auth import Scope
 from omnifleet.report.records import read_run
@@ -37,9 +40,16 @@ def mcqa(question: str) -> dict[str, object]:
     }
 
 
-def maths(sum_: str, answer: str) -> dict[str, object]:
-    """A row of the math_with_judge server, which judges by math-verify alone."""
-    asked = {"input": [{"role": "user", "content": f"{sum_}="}], "max_output_tokens": 8}
+def maths(sum_: str, answer: str, *, picture: bool = False) -> dict[str, object]:
+    """A row of the math_with_judge server, which judges by math-verify alone. picture: beside its text."""
+    content: object = f"{sum_}="
+    if picture:
+        out = io.BytesIO()
+        Image.new("RGB", (56, 56), "red").save(out, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+        image = {"type": "input_image", "detail": "auto", "image_url": url}
+        content = [{"type": "input_text", "text": content}, image]
+    asked = {"input": [{"role": "user", "content": content}], "max_output_tokens": 8}
     return {"responses_create_params": asked, "question": sum_, "expected_answer": answer}
 
 
@@ -70,7 +80,7 @@ def test_a_puzzle_and_nemo_gym_are_trained_on_by_real_engines(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     gym = NemoGymWorld(tmp_path, free_port())
-    sums = write_rows(tmp_path / "sums.jsonl", [maths("1+1", "2"), maths("2+2", "4")])
+    sums = write_rows(tmp_path / "sums.jsonl", [maths("1+1", "2"), maths("2+2", "4", picture=True)])
     questions = write_rows(tmp_path / "questions.jsonl", [mcqa("is it?"), mcqa("was it?")])
     rollouts = tmp_path / "rollouts.jsonl"
     sets = [
@@ -111,6 +121,7 @@ def test_a_puzzle_and_nemo_gym_are_trained_on_by_real_engines(
     )
     for trajectory in found[PUZZLE]:
         assert 0 in trajectory.mask and len(trajectory.media) == 2
+    assert sorted(len(trajectory.media) for trajectory in found[LIVE]) == [0] * SAMPLES + [1] * SAMPLES
     for trajectory in (*found[LIVE], *found[COLLECTED]):
         assert all(trajectory.mask) and trajectory.reward in (0.0, 1.0)
         assert len(trajectory.token_ids) <= (8 if trajectory.identity.environment == LIVE else 16)
