@@ -295,3 +295,17 @@ async def test_tokens_are_not_scored_by_a_worker_that_was_fenced_at_the_gate() -
         with pytest.raises(OmnifleetError) as refused:
             await scoring
         assert refused.value.reason is Reason.FENCED
+
+
+async def test_a_reply_that_lost_tokens_is_no_sample() -> None:
+    class Losing(FakeEngine):
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+            yield EngineDelta(token_ids=(1, 2), logprobs=(-1.0, -1.0))
+            yield EngineDelta(token_ids=(3,), logprobs=(-1.0,), finish=FinishReason.LENGTH)
+
+    async with running(Losing()) as (_, address), RolloutClient.open(address) as client:
+        reply = await client.generate(
+            prompt_token_ids=PROMPT, sampling=Sampling(max_tokens=5), identity=WHO, deadline_s=10
+        )
+    [error] = reply.failures.values()
+    assert error.retryable and "after 3 of 5 tokens" in error.message and not reply.samples

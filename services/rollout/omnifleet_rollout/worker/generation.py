@@ -203,6 +203,7 @@ class Generation:
                     return EngineDelta(finish=FinishReason.ABORT)
                 self._take(delta, reply, mailbox)
                 if delta.finish is not None:
+                    _check_length(delta, len(reply.tokens), call.sampling.max_tokens)
                     return delta
         raise OmnifleetError(Reason.ENGINE_ERROR, "the engine ended a reply without a reason", retryable=True)
 
@@ -285,6 +286,14 @@ def _check_logprobs(delta: EngineDelta) -> None:
         Reason.ENGINE_ERROR,
         f"the engine gave token {token} a logprob of {logprob}: its weights may be broken",
     )
+
+
+def _check_length(delta: EngineDelta, tokens: int, asked: int) -> None:
+    """Raises ENGINE_ERROR for a reply that ends by its length and is shorter: tokens were lost on the way from the model."""
+    if delta.finish is FinishReason.LENGTH and tokens != asked:
+        raise retryable(
+            Reason.ENGINE_ERROR, f"the engine ended a reply by its length after {tokens} of {asked} tokens"
+        )
 
 
 def _finished(reply: Reply, last: EngineDelta) -> rollout_pb2.Finished:
