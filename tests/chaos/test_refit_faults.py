@@ -164,7 +164,8 @@ async def test_NCL_01_a_receiver_killed_in_any_phase_is_left_out_and_the_others_
             try:
                 if isinstance(outcome, OmnifleetError):
                     raise outcome
-                await worker.client.commit(outcome, InFlight.KEEP, deadline_s=5.0)
+                deadline_s = 5.0 if worker is victim else DEADLINE_S
+                await worker.client.commit(outcome, InFlight.KEEP, deadline_s=deadline_s)
                 committed.append(worker.id)
             except OmnifleetError as error:
                 assert worker is victim and error.reason in (Reason.UNAVAILABLE, Reason.DEADLINE), error

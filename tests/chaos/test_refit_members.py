@@ -49,7 +49,7 @@ async def committed(workers: list[Remote], outcomes: dict[str, Any], victim: Rem
         try:
             if isinstance(outcomes[worker.id], OmnifleetError):
                 raise outcomes[worker.id]
-            await worker.client.commit(outcomes[worker.id], InFlight.KEEP, deadline_s=5.0)
+            await worker.client.commit(outcomes[worker.id], InFlight.KEEP, deadline_s=DEADLINE_S)
             done.append(worker.id)
         except OmnifleetError as error:
             assert worker is victim, error
