@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed.tensor import debug
 
 from omnifleet.errors import OmnifleetError, Reason
 
@@ -38,6 +39,7 @@ def start_group(place: Place, store: Store | None = None) -> bool:
             Reason.CONFLICT,
             f"this process is in a group of {dist.get_world_size()} already: close that policy first",
         )
+    _forget_meshes()
     timeout = datetime.timedelta(seconds=place.timeout_s)
     if place.world == 1:
         store = HashStore()
@@ -52,6 +54,16 @@ def start_group(place: Place, store: Store | None = None) -> bool:
         timeout=timeout,
     )
     return True
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what an operation gives, with the mesh of the world where it first ran. An equal mesh of a new world finds
+    that, and the tensor gets the old one: whoever sorts weights by their mesh, as AutoModel does for the gradient norm, then makes
+    another number of collective calls than a rank that is in its first world, and both wait forever.
+    """
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        if (clear := getattr(debug, name, None)) is not None:  # not every torch has both caches
+            clear()
 
 
 def rendezvous(world: int, *, port: int = 0, timeout_s: float) -> TCPStore:
