@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
 from omnifleet_trainer.policy.megatron import MegatronPolicy
 from omnifleet_trainer.policy.names import checkpoint_shapes
+from omnifleet_trainer.policy.packing import Packing
 from omnifleet_trainer.tiny.hybrid import DENSE, MIXED, write_hybrid
 from tests.integration.family_world import close_to
 from tests.integration.nemotron_world import TEMPERATURE, batch_for
@@ -90,6 +92,23 @@ def test_both_backends_train_alike_and_keep_the_checkpoint(source: Path, tmp_pat
         assert policy.train(batch)["grad_norm"] == pytest.approx(then["grad_norm"], rel=1e-4)
     finally:
         policy.close()
+
+
+def test_without_the_number_of_tokens_state_leaks_in_a_pack(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `Packing.parameters` says of `total_tokens`, and why it must."""
+    batch, told = batch_for(source), Packing.parameters
+    policy = opened(MegatronPolicy, source)
+    try:
+        expected = policy.logprobs(batch)
+        monkeypatch.setattr(
+            Packing, "parameters", lambda self: replace(told(self), total_tokens=None, seq_idx=None)
+        )
+        leaked = policy.logprobs(batch)
+    finally:
+        policy.close()
+    assert max(np.abs(a - b).max() for a, b in zip(leaked, expected, strict=True)) > 1e-3
 
 
 def test_the_clip_recipes_parts_stay_frozen(source: Path) -> None:
