@@ -19,6 +19,8 @@ from omnifleet.wire.manifest import UNVERIFIED, combined_checksum
 from omnifleet.wire.server import serving
 from omnifleet.wire.sparse import ENCODING
 from omnifleet_refit.fold import as_hex, fold
+from omnifleet_rollout.refit import filling as filling_module
+from omnifleet_trainer.refit import snapshot as snapshot_module
 from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.snapshot import Shipment
@@ -116,6 +118,28 @@ async def test_workers_that_differ_get_the_buckets_that_all_of_them_can_take(tmp
         async with fleet(tmp_path, [able], lineage="off", sparse=False) as sender:
             await publish(sender, 0)
             assert (await publish(sender, 1)).bytes == 6 * ROW and able.has(few(1))
+
+
+async def test_without_room_to_compare_or_to_make_whole_the_buckets_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*told: Any) -> Any:
+        raise torch.OutOfMemoryError("a test said so")
+
+    async with receiving(write_checkpoint(tmp_path / "c"), 2, ranks=WHOLE) as workers:
+        async with fleet(tmp_path, workers) as sender:
+            await publish(sender, 0)
+            with monkeypatch.context() as patch:
+                patch.setattr(snapshot_module, "make_step", no_room)
+                assert (await publish(sender, 1)).bytes == 6 * ROW
+            with monkeypatch.context() as patch:
+                patch.setattr(filling_module, "decode", no_room)
+                report = await publish(sender, 2)
+            assert sorted(report.failed) == ["w0", "w1"] and "no room" in report.failed["w0"]
+            assert all(worker.has(few(1)) for worker in workers)
+            report = await publish(sender, 3)
+            assert report.ok == ("w0", "w1") and report.bytes > 2 * ROW, "steps are for others now"
+            assert all(worker.has(few(3)) for worker in workers)
 
 
 async def test_a_worker_that_missed_a_version_is_sent_the_buckets_that_it_lacks(tmp_path: Path) -> None:

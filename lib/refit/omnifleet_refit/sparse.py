@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -26,20 +26,16 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return torch.cat([index.view(torch.uint8), after[places].view(torch.uint8)])
 
 
-def decode(payloads: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-    """Turn each old tensor of `into`, contiguous, into the new one by its payload. Waits for the device once.
+def decode(payload: torch.Tensor, into: torch.Tensor) -> None:
+    """Turn the old tensor in `into`, contiguous, into the new one. Waits for the device.
 
-    Raises ValueError, nothing changed, for payloads that `encode` never makes.
+    Raises ValueError, nothing changed, for a payload that `encode` never makes.
     """
-    parsed = [_parsed(payload, tensor) for payload, tensor in zip(payloads, into, strict=True)]
-    sound = [
-        (places[1:] > places[:-1]).all() & (places[:1] >= 0).all() & (places[-1:] < tensor.numel()).all()
-        for (places, _), tensor in zip(parsed, into, strict=True)
-    ]
-    if sound and not bool(torch.stack(sound).all()):
+    places, values = _parsed(payload, into)
+    ascend = (places[1:] > places[:-1]).all()
+    if not bool(ascend & (places[:1] >= 0).all() & (places[-1:] < into.numel()).all()):
         raise ValueError("the indices do not ascend within the tensor")
-    for (places, values), tensor in zip(parsed, into, strict=True):
-        _bits(tensor).index_copy_(0, places, values)
+    _bits(into).index_copy_(0, places, values)
 
 
 def _parsed(payload: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,27 +31,34 @@ def fill(body: Mapping[str, Any], tensors: Sources, held: Held, memory: Memory) 
     if body["checksum_algorithm"] == UNVERIFIED:
         raise rejected("sparse tensors need digests")
     starts = [0, *accumulate(made_whole(body).values())]
-    with _beside(memory.device):
-        room = memory.aside(starts[-1])
-        whole = {
-            tensor["name"]: room[start : start + tensor["bytes"]].view(DTYPES[tensor["dtype"]]).view(tuple(tensor["shape"]))
-            for tensor, start in zip(sparse, starts[:-1], strict=True)
-        }  # fmt: skip
-        for name, tensor in whole.items():
-            old = held(name)
-            if (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
-                raise rejected(
-                    f"{name} is held as {old.dtype}{list(old.shape)}, the manifest says {tensor.dtype}{list(tensor.shape)}"
-                )
-            tensor.copy_(old)
-        try:
-            decode([tensors[name] for name in whole], list(whole.values()))
-        except ValueError as error:
-            raise rejected(f"sparse tensors cannot be read: {error}") from error
-        for tensor, digest in zip(sparse, as_hex(fold(room, starts[:-1])), strict=True):
-            if digest != tensor["digest"]:
-                raise rejected(f"{tensor['name']} does not match its digest when it is made whole")
+    try:
+        with _beside(memory.device):
+            room = memory.aside(starts[-1])
+            whole = {}
+            for tensor, start in zip(sparse, starts[:-1], strict=True):
+                into = room[start : start + tensor["bytes"]].view(DTYPES[tensor["dtype"]])
+                whole[tensor["name"]] = into.view(tuple(tensor["shape"]))
+                _make(whole[tensor["name"]], tensor["name"], tensors[tensor["name"]], held)
+            for tensor, digest in zip(sparse, as_hex(fold(room, starts[:-1])), strict=True):
+                if digest != tensor["digest"]:
+                    raise rejected(f"{tensor['name']} does not match its digest when it is made whole")
+    except torch.OutOfMemoryError as error:
+        raise rejected(f"no room on {memory.device} to make sparse tensors whole: {error}") from error
     return tensors | whole
+
+
+def _make(into: torch.Tensor, name: str, payload: torch.Tensor, held: Held) -> None:
+    """One tensor; what it takes besides goes before the next."""
+    old = held(name)
+    if (old.dtype, old.shape) != (into.dtype, into.shape):
+        raise rejected(
+            f"{name} is held as {old.dtype}{list(old.shape)}, the manifest says {into.dtype}{list(into.shape)}"
+        )
+    into.copy_(old)
+    try:
+        decode(payload, into)
+    except ValueError as error:
+        raise rejected(f"{name} cannot be made whole: {error}") from error
 
 
 @contextmanager

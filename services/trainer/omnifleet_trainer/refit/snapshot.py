@@ -7,6 +7,7 @@ changed since the version that a worker holds is not sent to it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from omnifleet_trainer.refit.transfer import dtype_name
 if TYPE_CHECKING:
     from omnifleet_trainer.refit.parts import Part
 
+log = logging.getLogger("omnifleet.trainer.refit")
 BUCKET_BYTES = 1 << 30
 """Fewer and larger buckets: each costs the receiver's thread a few turns beside its engine's."""
 
@@ -227,8 +229,12 @@ class Snapshot:
         if any(old.device != new.device for old, new in pairs.values()):
             return None
         stands_for = sum(len(self.buckets[b]) for b in {self.places[name].bucket for name in moved})
-        with torch.no_grad():
-            return make_step(self.digests, pairs, stands_for, self._limit)
+        try:
+            with torch.no_grad():
+                return make_step(self.digests, pairs, stands_for, self._limit)
+        except torch.OutOfMemoryError as error:
+            log.warning("no memory to compare two versions, so buckets are sent: %s", error)
+            return None
 
     def _fold(self) -> dict[str, str]:
         inside = self._inside()
