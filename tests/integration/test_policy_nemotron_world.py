@@ -1,4 +1,4 @@
-"""Nemotron 3 Nano Omni in AutoModel on two ranks: the same numbers as one, and checkpoints that either reads."""
+"""Nemotron 3 Nano Omni on two ranks: the same numbers as one, and checkpoints that either reads."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ def history(policy: Policy, source: Path, folder: Path) -> History:
     return History(logprobs, steps, weights_of(policy), policy.train(batch))
 
 
-@pytest.mark.parametrize("pattern", [DENSE, MIXED], ids=["dense", "mixture"])
-def test_two_ranks_train_as_one(pattern: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "backend"),
+    [(DENSE, "automodel"), (MIXED, "automodel"), (MIXED, "megatron")],
+    ids=["dense", "mixture", "megatron's mixture"],
+)
+def test_two_ranks_train_as_one(pattern: str, backend: str, tmp_path: Path) -> None:
     source = tmp_path / "model"
     write_hybrid(source, pattern=pattern, hidden=64)
-    policy = opened(source)
+    policy = opened(source, backend=backend)
     try:
         alone = history(policy, source, tmp_path / "one")
     finally:
         policy.close()
-    policy = opened(source, {"dp": 2})
+    policy = opened(source, {"dp": 2}, backend=backend)
     try:
         equal(history(policy, source, tmp_path / "two"), alone)
         assert checkpoint_shapes(tmp_path / "two" / "policy") == checkpoint_shapes(source)

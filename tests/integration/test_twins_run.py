@@ -14,6 +14,7 @@ from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.loop.batches import AdvantageRule
 from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+from omnifleet_trainer.tiny.hybrid import write_hybrid
 
 pytestmark = [pytest.mark.heavy, pytest.mark.soak]
 
@@ -28,10 +29,12 @@ TWINS = (
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(folder, family="qwen2_5_vl")  # a family that both backends have
-    return folder
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By backend: the model's own family, and one that Megatron has."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("automodel", "megatron")}
+    write_hybrid(made["automodel"])
+    write_checkpoint(made["megatron"], family="qwen2_5_vl")
+    return made
 
 
 def batch_of(groups: int, size: int) -> StepBatch:
@@ -60,12 +63,14 @@ def batch_of(groups: int, size: int) -> StepBatch:
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_trains_two_steps(name: str, source: Path) -> None:
+def test_a_twin_trains_two_steps(name: str, folders: dict[str, Path]) -> None:
+    source = folders[load_recipe(f"twins/{name}").trainer.backend]
     recipe = load_recipe(f"twins/{name}", [f"model.path={source}", "trainer.threads=1"])
     trainer, objective = recipe.trainer, recipe.objective
     policy = open_policy(recipe, source)
     try:
-        assert not any(weight.startswith("visual.") for weight in policy.trainable_names())
+        frozen = [pattern.removesuffix("*") for pattern in recipe.model.freeze]
+        assert frozen and not any(weight.startswith(tuple(frozen)) for weight in policy.trainable_names())
         batch = batch_of(trainer.prompts_per_step, trainer.generations_per_prompt)
         for sample, values in zip(batch.samples, policy.logprobs(batch), strict=True):
             sample.generation_logprobs = values.tolist()
