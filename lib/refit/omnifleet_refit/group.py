@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,8 +26,9 @@ from omnifleet.errors import Reason, retryable
 SENDER = 0
 _LOOK_S = 0.0005
 _MEET_LOOK_S = 0.005
-CALLED_OFF = "off"
-"""Key by which the sender ends a meeting that will not come about."""
+_CALL_OFF_S = 5.0
+_DECISION, _GO, _OFF = "decision", "go", "off"
+"""Whether a meeting comes about is decided once, by who writes first: all go and connect, or nobody does."""
 _ABANDONED: list[tuple[Any, Any]] = []
 """Groups with an operation that still waits for a peer, until it runs into its timeout."""
 
@@ -57,7 +58,7 @@ class Meeting:
 
     def call_off(self, name: str) -> None:
         """Nobody waits for the group of this name any more."""
-        PrefixStore(name, self._store).set(CALLED_OFF, "1")
+        PrefixStore(name, self._store).compare_set(_DECISION, "", _OFF)
 
     @staticmethod
     def new_name() -> str:
@@ -169,10 +170,23 @@ class Group:
             ) from error
 
 
+def call_off(host: str, port: int, names: Sequence[str]) -> None:
+    """Nobody waits for these groups any more, which meet at host:port. Does nothing if nobody is there."""
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CALL_OFF_S))
+        for name in names:
+            PrefixStore(name, store).compare_set(_DECISION, "", _OFF)
+    except dist.DistError:
+        return
+
+
 def join(
     host: str, port: int, name: str, *, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> Group:
-    """Take a receiver's place in the group that meets as `name` at the sender's host:port. Blocks. Raises UNAVAILABLE."""
+    """Take a place in the group that meets as `name` at the sender's host:port; rank SENDER is another sender's. Blocks.
+
+    Raises UNAVAILABLE.
+    """
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except dist.DistError as error:
@@ -181,13 +195,21 @@ def join(
 
 
 def _meet(store: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Wait until all are at the store. Raises RuntimeError if they don't come in time, or the meeting is called off."""
+    """Wait until all are at the store. Raises RuntimeError if they don't come in time, or the meeting is called off.
+
+    Whoever goes on to connect waits for all others there, and nothing interrupts that: so all go, or nobody.
+    """
     deadline = time.monotonic() + timeout_s
     store.set(f"here/{rank}", "1")
-    while not store.check([f"here/{other}" for other in range(size)]):
-        if store.check([CALLED_OFF]) or time.monotonic() > deadline:
-            raise RuntimeError("called off, or not in time")
-        time.sleep(_MEET_LOOK_S)
+    while not store.check([_DECISION]):
+        if time.monotonic() > deadline:
+            store.compare_set(_DECISION, "", _OFF)
+        elif rank == SENDER and store.check([f"here/{other}" for other in range(size)]):
+            store.compare_set(_DECISION, "", _GO)
+        else:
+            time.sleep(_MEET_LOOK_S)
+    if store.get(_DECISION) != _GO.encode():
+        raise RuntimeError("called off, or not in time")
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
