@@ -73,6 +73,14 @@ def moved(weights: dict[str, Any], step: int) -> dict[str, Any]:
     }
 
 
+def nudged(weights: dict[str, Any]) -> dict[str, Any]:
+    """The same weights, but for one value in ten tensors of the language model."""
+    changed = {name: t.clone() for name, t in weights.items() if "visual" not in name}
+    for name in sorted(changed)[:10]:
+        changed[name].view(-1)[7] += 1
+    return weights | changed
+
+
 async def main(folder: Path) -> None:
     from omnifleet_rollout.refit.receiver import Receiver
     from omnifleet_rollout.worker.gate import Gate
@@ -90,9 +98,15 @@ async def main(folder: Path) -> None:
         meeting, snapshot = Meeting("127.0.0.1"), Snapshot(torch.device("cpu"), 1 << 18)
         before = await scores(engine)
 
-        async def stage(step: int, *, broken: bool = False) -> str:
-            snapshot.pack(moved(weights, step).items(), {n for n in weights if "visual" not in n})
-            shipment = snapshot.shipment(WeightVersion("r", "l", step), None, None, True)
+        async def stage(step: int, *, broken: bool = False, few: bool = False) -> str:
+            now, held = nudged(moved(weights, 3)) if few else moved(weights, step), dict(snapshot.digests)
+            snapshot.pack(now.items(), {n for n in weights if "visual" not in n}, sparse=few)
+            version = WeightVersion("r", "l", step)
+            shipment = snapshot.shipment(version, None, None, True)
+            if few:
+                whole, small = shipment.bytes, snapshot.step_on(version, gate.standing.version, held, False)
+                assert small is not None and 4 * small.bytes < whole
+                shipment = small
             name = meeting.new_name()
             source = f"group://127.0.0.1:{meeting.port}/{name}?rank=1&size=2&deadline_s=30"
 
@@ -101,8 +115,8 @@ async def main(folder: Path) -> None:
 
                 group = meeting.open_group(name, 2, torch.device("cpu"), 30)
                 group.await_ready(time.monotonic() + 30)
-                for number, bucket in enumerate(shipment.buckets):
-                    data = snapshot.buckets[bucket].clone()
+                for number, bucket in enumerate(snapshot.contents(shipment)):
+                    data = bucket.clone()
                     if broken and number == 1:
                         data[77] ^= 1
                     group.broadcast(data, time.monotonic() + 30)
@@ -124,10 +138,11 @@ async def main(folder: Path) -> None:
         after_fault = await scores(engine)
         await receiver.abort("")
         await receiver.commit(await stage(3), InFlight.RECOMPUTE, 60)
+        await receiver.commit(await stage(4, few=True), InFlight.RECOMPUTE, 60)
         ours = await scores(engine)
         version = gate.standing.version.number
     shutil.copytree(model, exported)
-    save_file(moved(weights, 3), exported / "model.safetensors", metadata={"format": "pt"})
+    save_file(nudged(moved(weights, 3)), exported / "model.safetensors", metadata={"format": "pt"})
     async with engine_of(exported) as fresh:
         theirs = await scores(fresh)
     print("RESULT " + json.dumps({"moved": before != first, "refused": refused, "kept": after_fault == first,

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omnifleet.address import token_digest
 from omnifleet.config.load import load_recipe
 from omnifleet.config.recipe import Recipe
-from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
+from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.loop.batches import AdvantageRule
 from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.policy.port import Policy
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+from tests.integration.text_batch import as_sampled, batch_of
 
 pytestmark = pytest.mark.heavy
 
@@ -44,30 +44,6 @@ def recipe_of(preset: str, source: Path) -> Recipe:
     return load_recipe(str(RECIPES / f"{preset}.yaml"), overrides)
 
 
-def batch_of() -> StepBatch:
-    """Replies of 3 to 7 tokens; in each group the first half is right."""
-    random = np.random.default_rng(0)
-    samples = []
-    for g in range(GROUPS):
-        prompt = random.integers(0, 300, 6).tolist()
-        for i in range(SIZE):
-            reply = random.integers(0, 300, 3 + (g + i) % 5).tolist()
-            samples.append(
-                TrainingSample(
-                    trajectory_id=f"{g}/{i}",
-                    group_id=f"g{g}",
-                    prompt_token_ids=prompt,
-                    prompt_hash=token_digest(prompt),
-                    token_ids=reply,
-                    generation_logprobs=[-1.0] * len(reply),
-                    mask=[1] * len(reply),
-                    lag=[0] * len(reply),
-                    reward=float(i < SIZE // 2),
-                )
-            )
-    return StepBatch(samples, 1)
-
-
 def margin(policy: Policy, batch: StepBatch) -> float:
     """Mean logprob of right replies' tokens minus that of wrong ones'."""
     values = policy.logprobs(batch)
@@ -88,11 +64,7 @@ def test_a_preset_trains_towards_the_right_replies(preset: str, source: Path) ->
     recipe = recipe_of(preset, source)
     policy = open_policy(recipe, source)
     try:
-        batch, rule = batch_of(), AdvantageRule(recipe.objective)
-        for sample, values in zip(batch.samples, policy.logprobs(batch), strict=True):
-            sample.generation_logprobs = values.tolist()  # as if the engine had these weights
-        for sample, advantage in zip(batch.samples, rule(batch.samples), strict=True):
-            sample.advantage = advantage
+        batch = as_sampled(batch_of(GROUPS, SIZE), policy, AdvantageRule(recipe.objective))
         before, kl = margin(policy, batch), []
         for step in range(STEPS):
             batch.step = step

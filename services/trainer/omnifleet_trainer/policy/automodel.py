@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed.fsdp import FSDPModule
 
 from omnifleet.config.recipe import ObjectiveConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
@@ -192,6 +193,7 @@ class AutoModelPolicy(RankPolicy):
             raise OmnifleetError(
                 Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
             )
+        self._drop_whole_copies()
         if self._adapters is not None:
             self._adapters.load(folder)
         if self._adapters is None:
@@ -282,7 +284,18 @@ class AutoModelPolicy(RankPolicy):
         with stored(checkpoint_files(self._source)) as read:
             yield from ((name, read(name)) for name in self._passive)
 
+    def _write(self, weights: dict[str, Tensor]) -> None:
+        self._drop_whole_copies()
+        super()._write(weights)
+
+    def _drop_whole_copies(self) -> None:
+        """FSDP2 keeps some units whole from a forward to the next backward; what is then written to their shards goes unseen."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _move(self, device: torch.device) -> None:
+        self._drop_whole_copies()
         self._model.to(device)
         self._vision.clear()
         self._optimizer.move(device)
