@@ -23,6 +23,8 @@ def test_a_finished_run_says_so_and_serves_again(cli_run: Callable[..., CliRun])
     assert "next: omnifleet train" in said and "trainer.steps=2" in said
     # The registry of the run's first life asked for weights that no trainer is left to bring.
     until(lambda: [w["state"] for w in run.workers()] == ["ready", "ready"], 60, "both workers serve")
+    status = run.omnifleet("status")
+    assert "2 workers ready" in status and "workers_ready" not in status
     assert "is down" in run.omnifleet("down")
     assert "is not up" in run.omnifleet("down")
     (run.run_dir / "report.html").unlink()
