@@ -242,7 +242,8 @@ def test_some_experts_of_a_layer_cannot_be_frozen(folders: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("changes", [{"logprob_chunk": 5}, {"recompute": True}], ids=["chunks", "recompute"])
-def test_chunks_and_recomputing_change_no_number(source: Path, changes: dict[str, Any]) -> None:
+def test_chunks_and_recomputing_change_no_number(folders: dict[str, Path], changes: dict[str, Any]) -> None:
+    source = folders["mixture"]
     batch, results = batch_for(source), []
     for settings in ({}, changes):
         policy = opened(source, **settings)
@@ -269,6 +270,17 @@ def test_bfloat16_is_near_float32(policy: AutoModelPolicy, source: Path) -> None
         assert all(kinds[name] != torch.bfloat16 for name in CONSTANT & kinds.keys()), "no weights: as stored"
     finally:
         half.close()
+
+
+def test_a_scan_under_autocast_is_float32(policy: AutoModelPolicy) -> None:
+    from transformers.models.nemotron_h import modeling_nemotron_h as layers
+
+    random = torch.Generator().manual_seed(0)
+    x, dt, b, c = (torch.randn(1, 70, *s, generator=random) for s in ((4, 8), (4,), (2, 16), (2, 16)))
+    settings = {"chunk_size": 64, "dt_softplus": True}
+    alone = layers.mamba2_chunk_scan(x, dt, -torch.ones(4), b, c, **settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layers.mamba2_chunk_scan(x, dt, -torch.ones(4), b, c, **settings), alone)
 
 
 @pytest.mark.parametrize(

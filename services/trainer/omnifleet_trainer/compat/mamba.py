@@ -1,8 +1,10 @@
-"""Mamba-2 for megatron-core where `mamba_ssm` and `causal_conv1d` are not installed: on a CPU.
+"""Mamba-2 by transformers' torch code: its scan under autocast, and megatron-core where `mamba_ssm` and `causal_conv1d` are not
+installed, as on a CPU.
 
-Checked with megatron-core 0.19.2. Its mixer takes three names of theirs when it is imported, and can do nothing without. While that
-one import runs, modules with these names are there; after it they are gone, so nobody else takes them for kernels. What they
-compute is transformers' own torch code for the same layers, in chunks, one call a sequence where sequences are packed.
+Checked with transformers 5.18 and megatron-core 0.19.2. Megatron's mixer takes three names of theirs when it is imported, and can
+do nothing without. While that one import runs, modules with these names are there; after it they are gone, so nobody else
+takes them for kernels. What they compute is transformers' code for the same layers, one call a sequence where sequences are
+packed.
 """
 
 from __future__ import annotations
@@ -39,6 +41,23 @@ def stand_ins() -> dict[str, types.ModuleType]:
         module.__path__, module.__spec__ = [], ModuleSpec(name, None, is_package=True)
         module.__dict__.update(values)
     return made
+
+
+def scan_in_float32() -> None:
+    """Let transformers' scan be what it says: it widens its inputs to float32, but autocast would form its products in bfloat16,
+    which engines do not. Idempotent."""
+    from transformers.models.nemotron_h import modeling_nemotron_h as layers
+
+    scan = layers.mamba2_chunk_scan
+    if hasattr(scan, "without_autocast"):
+        return
+
+    def exact(hidden: Tensor, *args: Any, **more: Any) -> Any:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return scan(hidden, *args, **more)
+
+    exact.without_autocast = True  # type: ignore[attr-defined]
+    layers.mamba2_chunk_scan = exact
 
 
 class GroupedNorm(nn.Module):

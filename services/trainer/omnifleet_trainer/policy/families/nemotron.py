@@ -23,6 +23,7 @@ from torch import Tensor
 from omnifleet.errors import invalid
 from omnifleet_trainer.batch.collate import MediaContract, MicroBatch, grid_of, is_clip, patches_of
 from omnifleet_trainer.batch.samples import Segment
+from omnifleet_trainer.compat.mamba import scan_in_float32
 from omnifleet_trainer.policy.families.port import Layout
 from omnifleet_trainer.policy.families.qwen import TextModel, scattered
 
@@ -45,6 +46,7 @@ class NemotronOmni(TextModel):
         config = model.config
         self._frames, self._patch = config.video_temporal_patch_size, config.vision_config.patch_size
         self.contract = media_contract(config)
+        scan_in_float32()
         for module in model.modules():
             if type(module).__name__ == "NemotronHTopkRouter":
                 module.forward = _in_float32(module.forward)
