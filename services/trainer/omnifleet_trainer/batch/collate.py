@@ -52,7 +52,7 @@ class MicroBatch:
     first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture or
     clip, sample by sample in prompt order; grids: [media, 3] patches (t, h, w) in the same order. kept: [B, S, K] int64
     ids that the sampler's filters kept at each token, padded with -1; None if no sample knows them. experts: [B, S, L, K]
-    int64, which K experts each of L mixture layers gives a token to, as the engine chose; None likewise.
+    int64, which K experts each of L layers gives a token to, as the engine chose; -1 where it did not say, None likewise.
     """
 
     rows: tuple[int, ...]
@@ -213,7 +213,7 @@ def _kept(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
 
 
 def _experts(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
-    """What is not known (padding, the last token, samples that do not train) goes to the first K experts."""
+    """-1 for what is not known: padding, the last token, samples that do not train."""
     known = [sample.experts for sample in samples if sample.experts is not None]
     if not known:
         return None
@@ -226,7 +226,7 @@ def _experts(samples: Sequence[TrainingSample], width: int) -> Tensor | None:
             knob="rollout.engine.return_routed_experts",
         )
     (layers, chosen) = shapes.pop()
-    experts = np.broadcast_to(np.arange(chosen), (len(samples), width, layers, chosen)).copy()
+    experts = np.full((len(samples), width, layers, chosen), -1, np.int64)
     for i, sample in enumerate(samples):
         if sample.experts is not None:
             experts[i, : len(sample.experts)] = sample.experts

@@ -29,11 +29,13 @@ def replayed_gates(logits: Tensor, choice: Tensor, *, normalised: bool = True) -
 
 @contextmanager
 def replaying(routers: Mapping[str, nn.Module], choices: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, each router gives the experts in `choices` (by the router's name, [N, K] ids) instead of its own.
+    """Inside, each router gives the experts in `choices` (by the router's name, [N, K] ids) instead of its own; a row of -1
+    leaves it its own.
 
     routers: modules whose forward returns (logits [N, E], gates [N, K], experts [N, K]) and whose `norm_topk_prob` says
     whether gates sum to 1: the top-k routers of transformers 5. Keep it open over the backward pass too where
-    activations are recomputed. Raises ValueError for a choice without router or of another shape.
+    activations are recomputed, or open it again around what is. Raises ValueError for a choice without router or of another
+    shape.
     """
     unknown = choices.keys() - routers.keys()
     if unknown:
@@ -54,6 +56,7 @@ def _replay(choice: Tensor, router: nn.Module, inputs: Any, output: tuple[Tensor
         raise ValueError(
             f"the router chose experts of shape {tuple(experts.shape)}, replayed are {tuple(choice.shape)}"
         )
+    chosen = torch.where(choice < 0, experts, choice.to(experts.dtype))
     normalised = bool(getattr(router, "norm_topk_prob", True))
-    replayed = replayed_gates(logits, choice, normalised=normalised)
-    return logits, replayed.to(gates.dtype), choice.to(experts.dtype)
+    replayed = replayed_gates(logits, chosen, normalised=normalised)
+    return logits, replayed.to(gates.dtype), chosen

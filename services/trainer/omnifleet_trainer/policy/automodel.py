@@ -95,8 +95,10 @@ class AutoModelPolicy(RankPolicy):
         self._peers = Peers(index=place.rank, size=place.world)
         fills = place.world > 1 and needs_filling(source)
         self._model, self._mesh = _build(source, trainer, empty=fills)
+        self._routers = Routers(self._model, self._model.config)
+        self._mixture = self._routers.mixture
         if trainer.recompute:
-            recompute_layers(self._model)
+            recompute_layers(self._model, self._routers.again)
         if place.world > 1:
             make_enterable(self._model)
         self._family = family_of(self._model)
@@ -127,7 +129,6 @@ class AutoModelPolicy(RankPolicy):
         self._chunk = trainer.logprob_chunk or 0
         self._head = enter(self._model, lambda: plain_head(self._model)) if self._chunk else None
         self._flops = FlopsModel.of(self._model, self._family.encoder)
-        self._routers = Routers(self._model)
         self._remember_reference()
 
     def describe(self) -> dict[str, str]:

@@ -38,6 +38,7 @@ from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
 from omnifleet_trainer.policy.megatron_nemotron import HYBRID
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
 from omnifleet_trainer.policy.megatron_pipeline import Pipeline
+from omnifleet_trainer.policy.megatron_replay import MegatronRouters
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_files, checkpoint_shapes, matching
 from omnifleet_trainer.policy.optimizer import check_moments
@@ -101,8 +102,6 @@ class MegatronPolicy(RankPolicy):
         with compat.on_cpu():
             parallel = self._trainer.parallel
             self._built: Built = build(source, self._shapes, frozen, parallel)
-            if self._trainer.recompute:
-                recompute_layers(self._built.core)
             parameters = dict(self._built.core.named_parameters())
             self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
             self._peers = Peers(
@@ -111,6 +110,11 @@ class MegatronPolicy(RankPolicy):
                 stride=parallel.together,
                 stages=parallel.pp,
             )
+            layers = self._built.config.get_text_config().num_hidden_layers
+            self._routers = MegatronRouters(self._built.core, layers, self._peers)
+            self._mixture = self._routers.mixture
+            if self._trainer.recompute:
+                recompute_layers(self._built.core, self._routers.again)
             self._training = self._trains_anywhere()
             self._optimizer = MegatronOptimizer(
                 self._trainable,
@@ -242,7 +246,11 @@ class MegatronPolicy(RankPolicy):
             kept = None if kept is None else packing.wanted(kept)
             return packing.padded(self._logprobs(logits, packing.wanted(ids), kept))
 
-        return forward
+        def replayed(micro: MicroBatch) -> Tensor:
+            with self._routers.replaying(micro, packed=self._packs):
+                return forward(micro)
+
+        return replayed
 
     def _arguments(self, micro: MicroBatch, batch: StepBatch) -> dict[str, Any]:
         """Of the decoder. Media are embedded on the first stage; the others need to know where they lie."""

@@ -25,6 +25,7 @@ _SETTINGS: dict[str, Any] = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "moe_token_dispatcher_type": "alltoall",
+    "moe_router_fusion": False,
     "moe_aux_loss_coeff": 0.0,
     "moe_router_load_balancing_type": "none",
     "moe_router_bias_update_rate": 0.0,

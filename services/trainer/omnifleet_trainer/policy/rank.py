@@ -32,6 +32,7 @@ from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.optimizer import Optimizer
 from omnifleet_trainer.policy.passes import OneByOne, Schedule, needs_prev_pass
 from omnifleet_trainer.policy.peers import ALONE, Peers
+from omnifleet_trainer.policy.replay import Mixture
 from omnifleet_trainer.policy.shards import Kept, own
 from omnifleet_trainer.policy.step import response_logprobs, train_step
 from omnifleet_trainer.policy.vision import Vision
@@ -53,6 +54,7 @@ class RankPolicy(ABC):
     _flops: FlopsModel
     _reference: dict[str, Tensor] | None
     _peers: Peers
+    _mixture: Mixture
     _packs = False
     """Whether a micro-batch is bounded by its tokens alone, not by its padded ones."""
 
@@ -248,6 +250,7 @@ class RankPolicy(ABC):
             packed=self._packs,
             cached=self._vision.frozen,
         )
+        self._mixture.check(micros)
         return [micro.to(self._device) for micro in micros]
 
     def _reference_logprobs(self, batch: StepBatch, micros: Sequence[MicroBatch]) -> list[Tensor]:

@@ -105,10 +105,10 @@ def check_recipe(recipe: Recipe) -> None:
     read_image_processor(model)
     image_token_id(model)
     check_buffer(_room(recipe), recipe.trainer.prompts_per_step)
-    if Replay.of(recipe).experts and recipe.trainer.backend == "automodel":
+    if Replay.of(recipe).experts:
         from omnifleet_trainer.policy.replay import check_replayable
 
-        check_replayable(model)
+        check_replayable(model, recipe.trainer.backend)
 
 
 async def _canary(weights: Weights, batch: StepBatch) -> list[float]:

@@ -1,0 +1,167 @@
+"""Routing replay in the Megatron policy: what AutoModel computes with the same choice of experts, value by value."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_trainer.batch.samples import StepBatch
+from omnifleet_trainer.policy.port import Policy
+from omnifleet_trainer.policy.replay import check_replayable
+from omnifleet_trainer.tiny.mixture import CHOSEN, EXPERTS, write_mixture
+from tests.integration.family_world import batch_for, close_to
+from tests.integration.rank_world import opened
+
+pytestmark = pytest.mark.heavy
+LAYERS = 2
+Found = tuple[list[Any], list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron") / "mixture"
+    write_mixture(folder, layers=LAYERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights as transformers itself writes them: AutoModel takes experts in no other way."""
+    folder = tmp_path_factory.mktemp("automodel") / "mixture"
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    turned = {
+        name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()
+    }
+    save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def batch_of(source: Path) -> StepBatch:
+    """Experts of each token at random, no two tokens or layers alike; one sample neither trains nor has any."""
+    batch, random = batch_for(source), np.random.default_rng(4)
+    for sample in batch.samples:
+        draws = random.random((sample.length - 1, LAYERS, EXPERTS))
+        sample.experts = draws.argsort(-1)[..., :CHOSEN].astype(np.uint8)
+    batch.samples[2].experts, batch.samples[2].valid = None, False
+    return batch
+
+
+@contextmanager
+def policy_of(
+    source: Path, backend: str, parallel: dict[str, int] | None = None, **changes: Any
+) -> Iterator[Policy]:
+    policy = opened(source, parallel, backend=backend, **changes)
+    try:
+        yield policy
+    finally:
+        policy.close()
+
+
+def worked(policy: Policy, source: Path, folder: Path) -> Found:
+    """Logprobs; loss and gradient norm of two steps; the gradient of every weight, as AdamW's moment holds it."""
+    batch = batch_of(source)
+    logprobs = policy.logprobs(batch)
+    steps = [policy.train(batch) for _ in range(2)]
+    policy.save(folder)
+    moments = {
+        name: tensor
+        for file in (folder / "optimizer").glob("moments*.safetensors")
+        for name, tensor in load_file(file).items()
+        if name.startswith("exp_avg/")
+    }
+    return logprobs, [(step["loss"], step["grad_norm"]) for step in steps], moments
+
+
+@pytest.fixture(scope="module")
+def reference(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    with policy_of(plain, "automodel") as policy:
+        return worked(policy, plain, tmp_path_factory.mktemp("automodel"))
+
+
+def alike(ours: Found, theirs: Found) -> None:
+    """To 4 digits."""
+    close_to(ours[0], theirs[0], rtol=1e-5)
+    assert np.ravel(ours[1]) == pytest.approx(np.ravel(theirs[1]), rel=1e-4, abs=1e-5)
+    assert ours[2].keys() == theirs[2].keys() and any(".gate." in name for name in ours[2])
+    for name, tensor in theirs[2].items():
+        found = ours[2][name]
+        found = found if found.shape == tensor.shape else found.transpose(1, 2)  # see `plain`
+        torch.testing.assert_close(
+            found, tensor, rtol=0, atol=1e-4 * float(tensor.abs().max()) + 1e-9, msg=name
+        )
+
+
+@pytest.mark.parametrize("changes", [{}, {"packing": False}, {"recompute": True}])
+def test_values_and_gradients_are_those_of_automodel(
+    source: Path, reference: Found, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with policy_of(source, "megatron", **changes) as policy:
+        own = policy.logprobs(batch_for(source))
+        alike(worked(policy, source, tmp_path), reference)
+    assert max(float(np.abs(a - b).max()) for a, b in zip(own, reference[0], strict=True)) > 1e-3
+
+
+def test_layers_of_automodel_that_recompute_route_as_they_did(
+    plain: Path, reference: Found, tmp_path: Path
+) -> None:
+    with policy_of(plain, "automodel", recompute=True) as policy:
+        alike(worked(policy, plain, tmp_path), reference)
+
+
+def test_what_is_of_another_model_is_refused_and_other_models_are_left_alone(source: Path) -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    other = RouterReplay()
+    other.set_target_indices(torch.zeros(3, 2, dtype=torch.int64))
+    other.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    known = list(RouterReplay.global_router_replay_instances)
+    with policy_of(source, "megatron") as policy:
+        expected = policy.logprobs(batch_for(source))
+        for spoil, words in (
+            (lambda experts: experts[:, :1], "1 mixture layers, the trainer's model has 2"),
+            (lambda experts: experts[..., :1], "to 1 experts"),
+            (lambda experts: experts + 2, "up to number 5"),
+        ):
+            batch = batch_of(source)
+            for sample in batch.samples:
+                sample.experts = None if sample.experts is None else spoil(sample.experts)
+            with pytest.raises(OmnifleetError, match=words) as refused:
+                policy.logprobs(batch)
+            assert refused.value.reason is Reason.INVALID_REQUEST
+        policy.logprobs(batch_of(source))
+        for ours, before in zip(policy.logprobs(batch_for(source)), expected, strict=True):
+            np.testing.assert_array_equal(ours, before)
+    assert RouterReplay.global_router_replay_instances == known
+    assert (
+        other.router_replay_action is RouterReplayAction.REPLAY_FORWARD
+        and len(other.replay_backward_list) == 1
+    )
+    known.remove(other)
+    RouterReplay.global_router_replay_instances[:] = known
+
+
+def test_a_dense_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    with pytest.raises(OmnifleetError, match="by megatron") as refused:
+        check_replayable(tmp_path, "megatron")
+    assert refused.value.reason is Reason.UNSUPPORTED
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel", [{"dp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}])
+def test_each_rank_replays_its_own_tokens(
+    source: Path, reference: Found, parallel: dict[str, int], tmp_path: Path
+) -> None:
+    with policy_of(source, "megatron", parallel) as policy:
+        alike(worked(policy, source, tmp_path), reference)
