@@ -52,9 +52,6 @@ def check_turns(recipe: Recipe) -> None:
 def check_replay(recipe: Recipe) -> None:
     """What engines return for the trainer to do over."""
     engine, sampling = recipe.rollout.engine, recipe.sampling
-    wanted = [n for n in ("return_routed_experts", "return_sampling_mask") if getattr(engine, n)]
-    if not wanted:
-        return
     if engine.return_sampling_mask and recipe.rollout.logprobs_mode is not LogprobsMode.PROCESSED:
         raise ValueError(
             "rollout.engine.return_sampling_mask is of the distribution after filters: set rollout.logprobs_mode = processed"
@@ -62,21 +59,6 @@ def check_replay(recipe: Recipe) -> None:
     if engine.return_sampling_mask and sampling.top_p == 1 and sampling.top_k <= 0:
         raise ValueError(
             "rollout.engine.return_sampling_mask: sampling.top_p = 1 and top_k = -1 filter nothing; leave it out"
-        )
-    if engine.return_routed_experts and recipe.trainer.recompute:
-        raise ValueError(
-            "trainer.recompute would route anew: set rollout.engine.return_routed_experts = false"
-        )
-    if engine.return_routed_experts and recipe.trainer.backend == "megatron":
-        raise ValueError(
-            "trainer.backend = megatron replays no routing: set rollout.engine.return_routed_experts = false"
-        )
-    sets = (*recipe.data.train_sets, *recipe.data.heldout_sets)
-    played = [split.task_name for split in sets if split.environment]
-    if played:
-        raise ValueError(
-            f"rollout.engine.{wanted[0]}: task {played[0]} is played by an environment, and episodes of several turns "
-            "are not replayed; leave it out"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import struct
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from omnifleet.environments.episode import Episode
+from omnifleet.environments.gateway import EXTRAS
 from omnifleet.environments.outcome import Answered, Crashed, Lost, Outcome, PromptError, Scored, TimedOut
 from omnifleet.environments.play import Order, Played
 from omnifleet.errors import OmnifleetError, Reason, invalid
@@ -64,7 +66,7 @@ def played_to_json(played: Played) -> dict[str, Any]:
         outcome = {name: getattr(error, name) for name in names}
     else:
         outcome = _OUTCOMES[type(played.outcome).__name__].dump_python(played.outcome, mode="json")
-    episode = None if played.episode is None else _EPISODE.dump_python(played.episode, mode="json")
+    episode = None if played.episode is None else _episode_to_json(played.episode)
     return {"kind": type(played.outcome).__name__, "outcome": outcome, "episode": episode}
 
 
@@ -76,7 +78,16 @@ def played_from_json(body: dict[str, Any]) -> Played:
             outcome: Outcome = Lost(OmnifleetError(**{**told, "reason": Reason(told["reason"])}))
         else:
             outcome = _OUTCOMES[body["kind"]].validate_python(told)
-        episode = None if body["episode"] is None else _EPISODE.validate_python(body["episode"])
+        episode = None if body["episode"] is None else _episode_from_json(body["episode"])
     except (KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"not an episode: {error}") from error
     return Played(outcome, episode)
+
+
+def _episode_to_json(episode: Episode) -> dict[str, Any]:
+    body: dict[str, Any] = _EPISODE.dump_python(episode, mode="json", exclude=set(EXTRAS))
+    return body | {name: base64.b64encode(getattr(episode, name)).decode() for name in EXTRAS}
+
+
+def _episode_from_json(body: dict[str, Any]) -> Episode:
+    return _EPISODE.validate_python(body | {name: base64.b64decode(body[name]) for name in EXTRAS})

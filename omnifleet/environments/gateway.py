@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,9 @@ from omnifleet.types import (
     WeightVersion,
 )
 
+EXTRAS = ("routed_experts", "sampling_mask")
+"""What an engine may return beside tokens; fields of replies, base64 of safetensors."""
+
 _WAIT_AND_RETRY = (Reason.OVERLOADED, Reason.NO_WORKER)
 _PAUSE_S = 0.05
 _SLACK_S = 5.0
@@ -42,10 +46,11 @@ class GatewayTalk:
         bound: VersionBound,
         *,
         end: float,
+        extras: Sequence[str] = (),
     ) -> None:
         """http: with the gateway's address and a bearer token. end: event loop's time at which the episode must be over.
 
-        sampling: of each reply; its seed is that of the first.
+        sampling: of each reply; its seed is that of the first. extras: see `Order`.
         """
         self._http, self._identity, self._sampling, self._bound, self._end = (
             http,
@@ -54,6 +59,7 @@ class GatewayTalk:
             bound,
             end,
         )
+        self._extras = tuple(extras)
         self._turns = 0
 
     async def say(
@@ -107,6 +113,7 @@ class GatewayTalk:
             "return_provenance": True,
             "identity": {**asdict(self._identity), "turn": self._turns},
         }
+        terms |= {f"return_{name}": True for name in self._extras}
         for name, version in (("min", self._bound.min), ("exact", self._bound.exact)):
             if version is not None:
                 terms["weight_version"] = {name: str(version)}
@@ -179,6 +186,7 @@ def turn_of(reply: Mapping[str, Any]) -> tuple[dict[str, Any], Turn]:
             finish_reason=FinishReason.STOP if finish == "tool_calls" else FinishReason(finish),
             logprobs_mode=LogprobsMode(origin["logprobs_mode"]),
             text=message.get("content") or "",
+            **extras_of(message),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise OmnifleetError(
@@ -190,6 +198,11 @@ def turn_of(reply: Mapping[str, Any]) -> tuple[dict[str, Any], Turn]:
         if name in message
     }
     return kept, turn
+
+
+def extras_of(message: Mapping[str, Any]) -> dict[str, bytes]:
+    """What the engine said beside tokens, of a message or an item: fields of `Turn`. Raises ValueError, TypeError."""
+    return {name: base64.b64decode(message[name], validate=True) for name in EXTRAS if message.get(name)}
 
 
 def media_of(origin: Mapping[str, Any]) -> tuple[MediaRef, ...]:

@@ -22,7 +22,8 @@ from omnifleet.types import Identity, Sampling, VersionBound
 class Order:
     """What is to be played. environment: by the name that the pool knows. timeout_s: life of the episode, seconds.
 
-    sampling: of each reply, one at a time. dice: seed of the environment, see `Session.seed`.
+    sampling: of each reply, one at a time. dice: seed of the environment, see `Session.seed`. extras: what engines must return
+    beside tokens, "routed_experts" and "sampling_mask".
     """
 
     environment: str
@@ -32,6 +33,7 @@ class Order:
     bound: VersionBound
     timeout_s: float
     dice: int = 0
+    extras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Played:
 async def play(environment: Environment, order: Order, http: httpx.AsyncClient) -> Played:
     """Run an episode to one of its outcomes. Only cancellation is raised."""
     end = asyncio.get_running_loop().time() + order.timeout_s
-    talk = GatewayTalk(http, order.identity, order.sampling, order.bound, end=end)
+    talk = GatewayTalk(http, order.identity, order.sampling, order.bound, end=end, extras=order.extras)
     session = Session(order.task, talk, seed=order.dice)
     clock = asyncio.timeout_at(end)
     try:

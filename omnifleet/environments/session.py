@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from omnifleet.environments.episode import Episode, Turn, join_turns
+from omnifleet.environments.episode import Episode, Turn, following, join_turns
 from omnifleet.environments.task import Task
 from omnifleet.errors import invalid
 from omnifleet.types import FinishReason, MediaKind, MediaRef
@@ -128,12 +128,13 @@ class Session:
         Each must begin with the one before and its reply, as they were. Raises like `ask`.
         """
         message, turn = await self._talk.say(messages, tools, max_tokens, template or {})
-        self._turns.append(turn)
+        self.hear(turn)
         return message, turn
 
     def hear(self, *turns: Turn) -> None:
         """Take over the turns that such an agent had. They are held to the same as those of `ask`; see `join_turns`."""
-        self._turns.extend(turns)
+        for turn in turns:
+            self._turns.append(following(turn, self._turns[-1] if self._turns else None))
 
     def episode(self) -> Episode | None:
         """All turns as one sequence, None before the first. Raises CORRUPT; see `join_turns`."""

@@ -20,7 +20,7 @@ import yaml
 from omnifleet.address import token_digest
 from omnifleet.environments.environment import Environment
 from omnifleet.environments.episode import Turn
-from omnifleet.environments.gateway import media_of, refusal_in, span_of, version_of
+from omnifleet.environments.gateway import extras_of, media_of, refusal_in, span_of, version_of
 from omnifleet.environments.outcome import Outcome, PromptError, Scored
 from omnifleet.environments.session import Session
 from omnifleet.environments.task import Task
@@ -187,6 +187,7 @@ def turns_of(said: Mapping[str, Any]) -> tuple[list[Turn], float]:
                 finish_reason=FinishReason.STOP,
                 logprobs_mode=LogprobsMode(origin["logprobs_mode"]),
                 text=_text(item),
+                **extras_of(item),
             )
             for item, spans in zip(items, known, strict=True)
         ]

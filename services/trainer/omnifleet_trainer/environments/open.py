@@ -15,6 +15,7 @@ from omnifleet.processor import read_video_processor
 from omnifleet.service import read_records
 from omnifleet.telemetry.counters import Counters
 from omnifleet.wire import media_pb2
+from omnifleet_trainer.batch.extras import Replay
 from omnifleet_trainer.environments.player import Player
 from omnifleet_trainer.loop.prompting import Asker, Prompter
 from omnifleet_trainer.rendering import Renderer
@@ -60,6 +61,7 @@ async def open_player(
             lease_s=trainer.rollout_timeout_s + 2 * trainer.step_timeout_s,
             max_tokens=trainer.micro_batch_tokens,
             clips=_clips(recipe),
+            replay=Replay.of(recipe),
         )
 
 

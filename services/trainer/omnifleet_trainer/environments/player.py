@@ -26,7 +26,8 @@ from omnifleet.types import (
 )
 from omnifleet.wire import media_pb2
 from omnifleet.wire.codec import media_from_wire
-from omnifleet_trainer.loop.checks import check_sample
+from omnifleet_trainer.batch.extras import NO_REPLAY, Replay
+from omnifleet_trainer.loop.checks import check_extras, check_sample
 from omnifleet_trainer.loop.failures import RefusedSample, Unplayable, first_of
 from omnifleet_trainer.loop.prompting import Prompter, extra_of
 from omnifleet_trainer.rendering import Renderer
@@ -81,15 +82,16 @@ class Player:
         lease_s: float,
         max_tokens: int,
         clips: media_pb2.DecodeContract | None = None,
+        replay: Replay = NO_REPLAY,
     ) -> None:
         """tasks: those that are played. mode: what the logprobs must mean. timeout_s: life of an episode.
 
         lease_s: how long media of an episode are held; a step must train on it within that. max_tokens: longest episode.
-        clips: how clips of rows are sampled.
+        clips: how clips of rows are sampled. replay: what sampled episodes must come with; greedy ones train nobody.
         """
         self._stage, self._tasks, self._prompter = stage, frozenset(tasks), prompter
         self._renderer, self._media, self._mode = renderer, media, mode
-        self._clips = clips
+        self._clips, self._replay = clips, replay
         self._timeout_s, self._lease_s, self._max_tokens = timeout_s, lease_s, max_tokens
 
     async def ask(
@@ -155,7 +157,12 @@ class Player:
         )
         seed = None if sampling.seed is None else (sampling.seed * _SEEDS + sample * 1024) % (1 << 62)
         one = replace(sampling, n=1, seed=seed)
-        return Order(row.task, task, who, one, bound, self._timeout_s, dice=sampling.seed or 0)
+        extras = self._replayed(one).names
+        dice = sampling.seed or 0
+        return Order(row.task, task, who, one, bound, self._timeout_s, dice=dice, extras=extras)
+
+    def _replayed(self, sampling: Sampling) -> Replay:
+        return self._replay if sampling.temperature > 0 else NO_REPLAY
 
     async def _play(self, order: Order, lineage: str) -> tuple[Scored | Answered, Episode]:
         played = await self._stage.play(order)
@@ -193,17 +200,17 @@ class Player:
                 knob="trainer.micro_batch_tokens",
                 check="length",
             )
-        check_sample(
-            Sample(
-                order.identity.sample,
-                episode.token_ids,
-                episode.logprobs,
-                episode.spans,
-                finish_reason=episode.finish_reason,
-            ),
-            run=order.identity.run,
-            lineage=lineage,
+        sample = Sample(
+            order.identity.sample,
+            episode.token_ids,
+            episode.logprobs,
+            episode.spans,
+            finish_reason=episode.finish_reason,
+            routed_experts=episode.routed_experts,
+            sampling_mask=episode.sampling_mask,
         )
+        check_sample(sample, run=order.identity.run, lineage=lineage)
+        check_extras(sample, len(episode.prompt_token_ids), self._replayed(order.sampling))
 
     async def _judge(
         self,
@@ -259,4 +266,6 @@ def _trajectory(row: PromptRow, identity: Identity, episode: Episode, opened: st
         prompt_suffix=opened,
         extra=extra_of(row),
         mask=episode.mask,
+        routed_experts=episode.routed_experts,
+        sampling_mask=episode.sampling_mask,
     )

@@ -46,7 +46,7 @@ def check_generation(
     samples = [generation.samples[index] for index in sorted(generation.samples)]
     for sample in samples:
         check_sample(sample, run=run, lineage=lineage)
-        _check_extras(sample, len(generation.prompt_token_ids), replay)
+        check_extras(sample, len(generation.prompt_token_ids), replay)
     return samples
 
 
@@ -84,7 +84,8 @@ def check_sample(sample: Sample, *, run: str, lineage: str) -> None:
         )
 
 
-def _check_extras(sample: Sample, prompt_tokens: int, replay: Replay) -> None:
+def check_extras(sample: Sample, prompt_tokens: int, replay: Replay) -> None:
+    """Raises RefusedSample for a sample that comes without what is to be replayed, or with what does not fit its tokens."""
     check = "routed_experts"
     try:
         if replay.experts:
