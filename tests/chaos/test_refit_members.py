@@ -85,6 +85,7 @@ async def test_a_death_that_no_group_tells_of_costs_the_others_a_round_and_a_new
         sender.courier.close()
 
 
+@pytest.mark.soak
 async def test_an_engine_of_two_ranks_killed_between_its_parts_is_left_out_and_the_others_commit(
     spawner: Any, tmp_path: Path
 ) -> None:

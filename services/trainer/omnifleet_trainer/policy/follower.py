@@ -40,12 +40,13 @@ def main() -> int:
 
 
 class Follower:
-    """Commands to calls of the policy, one answer each: {"id", "error": None or its fields}."""
+    """Commands to calls of the policy, one answer each: {"id", "error": None or its fields, "told": words for the first rank}."""
 
     def __init__(self, answers: BinaryIO) -> None:
         self._answers, self._lock = answers, threading.Lock()
         self._snapshots: dict[int, Callable[[Path], None]] = {}
         self._policy: Any = None
+        self._sharing: Any = None
 
     def serve(self, opening: dict[str, Any]) -> int:
         """Build the policy, then follow until the stream ends."""
@@ -62,6 +63,8 @@ class Follower:
                 threading.Thread(
                     target=self._answered, args=(body["id"], lambda w=write, f=folder: w(f)), daemon=True
                 ).start()
+            elif body["call"] == "send":
+                self._sharing.send(body["order"], lambda told, id=body["id"]: self._answer(id, told=told))
             elif not self._answered(body["id"], lambda b=body, p=payload: self._call(b, p)):  # type: ignore[misc]
                 return 1
             elif body["call"] == "close":
@@ -71,10 +74,12 @@ class Follower:
     def _open(self, body: dict[str, Any]) -> None:
         from omnifleet_trainer.policy.group import Place
         from omnifleet_trainer.policy.job import Job, open_rank
+        from omnifleet_trainer.policy.sharing import SharingRank
 
         place = Place(**body["place"])
         unseen = (lambda *_: None) if body["tells_mismatches"] else None
         self._policy = open_rank(Job.of_json(body["job"]), place, on_mismatch=unseen)
+        self._sharing = SharingRank()
 
     def _call(self, body: dict[str, Any], payload: bytes) -> None:
         from omnifleet_trainer.batch.wire import decode
@@ -83,8 +88,9 @@ class Follower:
             case "train" | "logprobs" as name:
                 getattr(self._policy, name)(decode(payload))
             case "export":
-                for _ in self._policy.export():
-                    pass
+                self._sharing.export(self._policy.export(), body.get("keep", ()))
+            case "stop":
+                self._sharing.stop()
             case "snapshot":
                 self._snapshots[body["id"]] = self._policy.snapshot()
                 for old in sorted(self._snapshots)[:-_SNAPSHOTS]:
@@ -110,9 +116,14 @@ class Follower:
         except Exception as failure:  # noqa: BLE001 - told to the first rank, which ends the run with it
             sound = False
             error = {"reason": "internal", "message": f"{type(failure).__name__}: {failure}", "knob": ""}
-        with self._lock:
-            send(self._answers, {"id": id, "error": error, "sound": sound})
+        self._answer(id, error=error, sound=sound)
         return sound
+
+    def _answer(
+        self, id: int, *, error: dict[str, Any] | None = None, sound: bool = True, told: str = ""
+    ) -> None:
+        with self._lock:
+            send(self._answers, {"id": id, "error": error, "sound": sound, "told": told})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -38,6 +38,7 @@ from omnifleet_trainer.policy.group import Place, rendezvous
 from omnifleet_trainer.policy.job import Job, open_rank
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.peers import Agreed
+from omnifleet_trainer.policy.sharing import SharingFollowers
 
 log = logging.getLogger("omnifleet.trainer")
 Value = TypeVar("Value")
@@ -62,6 +63,8 @@ class WorldPolicy:
             self._world.kill()
             raise
         self.encoder_trains = self._rank.encoder_trains
+        self.others = SharingFollowers(self._parallel.world - 1, self._world.told)
+        """The other ranks, as senders of weights."""
 
     def describe(self) -> dict[str, str]:
         """See `Policy`."""
@@ -86,9 +89,12 @@ class WorldPolicy:
         call = self._world.call("train", payloads(batch, dealt, self._parallel))
         return self._world.along(call, lambda: self._rank.train(batch))
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Policy`. The ranks make each tensor whole together; one who stops early waits for the rest all the same."""
-        call = self._world.call("export")
+    def export(self, keep: Sequence[Collection[str]] = ()) -> Iterator[tuple[str, Tensor]]:
+        """See `Policy`. The ranks make each tensor whole together; one who stops early waits for the rest all the same.
+
+        keep: of each other rank, names of tensors that it keeps a copy of, to send them.
+        """
+        call = self._world.call("export", own=[{"keep": sorted(names)} for names in keep])
         tensors = self._rank.export()
         try:
             while (item := self._world.guarded(lambda: next(tensors, None))) is not None:
@@ -154,7 +160,7 @@ class Call:
 
     id: int
     name: str
-    answers: list[Future[None]]
+    answers: list[Future[str]]
 
 
 class Followers:
@@ -183,12 +189,34 @@ class Followers:
         """True while every follower is in step."""
         return self._lost is None and not self.closed
 
-    def call(self, name: str, payloads: list[bytes] | None = None, **arguments: Any) -> Call:
-        """Tell every follower to make a call. Raises what the world is broken by."""
+    def call(
+        self,
+        name: str,
+        payloads: list[bytes] | None = None,
+        own: Sequence[Mapping[str, Any]] = (),
+        **arguments: Any,
+    ) -> Call:
+        """Tell every follower to make a call; own: arguments of each. Raises what the world is broken by."""
         if self._lost is not None:
             raise self._lost
         count = len(self._processes)
-        return self._send(name, arguments, [{}] * count, payloads or [b""] * count)
+        return self._send(name, arguments, list(own) or [{}] * count, payloads or [b""] * count)
+
+    def told(self, name: str, own: Sequence[Mapping[str, Any]], timeout_s: float) -> list[str]:
+        """Have every follower make a call that the first rank has no part in; what they say of it.
+
+        Raises DEADLINE, which leaves the world as it is, and what it is broken by.
+        """
+        call, deadline = self.call(name, own=own), time.monotonic() + timeout_s
+        try:
+            return [answer.result(max(deadline - time.monotonic(), 0.0)) for answer in call.answers]
+        except FutureTimeout:
+            raise OmnifleetError(
+                Reason.DEADLINE, f"the other ranks did not end {name} in {timeout_s:g} s", retryable=True
+            ) from None
+        finally:
+            with self._lock:
+                self._calls.pop(call.id, None)
 
     def along(self, call: Call, own: Callable[[], Value]) -> Value:
         """This rank's part of a call, then the others' answers."""
@@ -254,14 +282,14 @@ class Followers:
                         log.debug("a pipe to a rank that is gone had bytes left")
 
     def _send(
-        self, name: str, shared: dict[str, Any], own: list[dict[str, Any]], payloads: list[bytes]
+        self, name: str, shared: dict[str, Any], own: Sequence[Mapping[str, Any]], payloads: list[bytes]
     ) -> Call:
         with self._lock:
             call = Call(next(self._ids), name, [Future() for _ in self._processes])
             self._calls[call.id] = call
             for i, process in enumerate(self._processes):
                 assert process.stdin is not None
-                body = {"id": call.id, "call": name} | shared | own[i]
+                body = {"id": call.id, "call": name} | shared | dict(own[i])
                 try:
                     send(process.stdin, body, payloads[i])  # type: ignore[arg-type]
                 except OSError:
@@ -280,7 +308,7 @@ class Followers:
             with self._lock:
                 call = self._calls.get(body["id"])
             if call is not None:
-                call.answers[i].set_result(None)
+                call.answers[i].set_result(str(body["told"]))
         status = process.wait()
         if not self.closed:
             why = told or f"it ended with status {status}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from omnifleet_trainer.refit.courier import Courier, Leg, Order, Outcome
 from omnifleet_trainer.refit.handles import handles
 from omnifleet_trainer.refit.parts import Cut
 from omnifleet_trainer.refit.sender import RefitReport, RefitSender
+from omnifleet_trainer.refit.share import Others, deal
 from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Shipment, Snapshot
 
 log = logging.getLogger("omnifleet.trainer.refit")
@@ -51,12 +52,16 @@ class Lifted(Sequence[torch.Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """The version in the snapshot, where a `Release` stands for transfer files. bytes: of the last joint send."""
+    """The version in the snapshot, where a `Release` stands for transfer files.
+
+    sent: bytes of the joint sends. owners: tensor -> the trainer's rank that keeps it too, beside the first, if it does.
+    """
 
     version: WeightVersion
     encoder_changed: bool
     snapshot: Snapshot
     sent: list[int] = field(default_factory=list)
+    owners: Mapping[str, int] = field(default_factory=dict)
 
 
 class BroadcastSender(RefitSender):
@@ -85,6 +90,8 @@ class BroadcastSender(RefitSender):
         self._kept: OnDevice | None = None
         """The version before, in host memory, if there is a guard."""
         self._keeping = asyncio.Lock()
+        self._others: Others | None = None
+        self._dealt: Mapping[str, int] = {}
         self._read: tuple[str, Sequence[Needs]] = ("", [])
         """What an engine's ranks read, by the digest of it: the last that was asked for."""
 
@@ -109,6 +116,16 @@ class BroadcastSender(RefitSender):
         async with self._using:
             await self._keep(number)
             return await super().publish(number, *args, **kwargs)
+
+    def share(self, others: Others | None, names: Collection[str]) -> list[set[str]]:
+        """See `RefitSender.share`. Nothing while no engine takes parts."""
+        self._others, self._dealt = others, {}
+        if others is None or self._meeting is None or not self._read[1] or not self._snapshot.places:
+            return []
+        sizes = {name: self._snapshot.places[name].bytes for name in names if name in self._snapshot.places}
+        self._dealt = deal(sizes, others.count + 1)
+        ranks = range(1, others.count + 1)
+        return [{name for name, owner in self._dealt.items() if owner == rank} for rank in ranks]
 
     async def _keep(self, number: int) -> None:
         """Copy the newest version to the host before the next one is packed over it. Without room there is no way back."""
@@ -144,7 +161,7 @@ class BroadcastSender(RefitSender):
         encoder_changed: bool,
     ) -> OnDevice:
         self._snapshot.pack(tensors, changed, sparse=self._sparse)
-        return OnDevice(version, encoder_changed, self._snapshot)
+        return OnDevice(version, encoder_changed, self._snapshot, owners=self._dealt)
 
     def _take(self, release: Any) -> None:
         self._current = release
@@ -227,8 +244,9 @@ class BroadcastSender(RefitSender):
         takers = {
             worker.id: self._taker(worker, views[worker.id]) for worker in workers if worker.id in views
         }
+        owners = release.owners if courier == "all" else {}
         shipments = await asyncio.to_thread(
-            choose, snapshot, release.version, takers, needs, release.encoder_changed
+            choose, snapshot, release.version, takers, needs, release.encoder_changed, owners
         )
         for id, shipment in shipments.items():
             self._delivery.expect(id, shipment.version)
@@ -269,7 +287,7 @@ class BroadcastSender(RefitSender):
     def _legs(self, snapshot: Snapshot, shipment: Shipment) -> list[Leg]:
         device = self._snapshot.device
         if shipment.parts:
-            return [Leg(Cut(part, snapshot, device), part.ranks) for part in shipment.parts]
+            return [Leg(Cut(part, snapshot, device), part.ranks, part) for part in shipment.parts]
         lying = snapshot.contents(shipment)
         return [Leg(lying if snapshot is self._snapshot else Lifted(lying, device))]
 
@@ -280,7 +298,7 @@ class BroadcastSender(RefitSender):
         if self._meeting is not None:
             one = self._couriers.setdefault(courier, Courier(self._meeting, self._snapshot.device))
             try:
-                return await one.stage_legs(orders, legs, timeout_s)
+                return await one.stage_legs(orders, legs, timeout_s, self._others)
             finally:
                 if courier != "all":
                     self._couriers.pop(courier).close()

@@ -41,10 +41,12 @@ def choose(
     takers: Mapping[str, Taker],
     needs: Sequence[Needs],
     encoder_changed: bool,
+    owners: Mapping[str, int] | None = None,
 ) -> dict[str, Shipment]:
     """Worker id -> what it is sent. needs: what the ranks of each worker read; empty if they differ, or take tensors whole.
 
-    Who needs everything gets it whole, so that an engine can check its plan against it. Waits for the device.
+    owners: see `parts_of`. Who needs everything gets it whole, so that an engine can check its plan against it. Waits for
+    the device.
     """
     steps = _steps(snapshot, version, takers, encoder_changed)
     if len(steps) == len(takers):
@@ -52,7 +54,7 @@ def choose(
     together = set[int]().union(*(snapshot.needed(taker.held) for taker in takers.values()))
     if needs and snapshot.digests and together and all(taker.parent is not None for taker in takers.values()):
         limit = sum(len(snapshot.buckets[bucket]) for bucket in together)
-        cut = _parts(snapshot, version, takers, needs, encoder_changed, limit)
+        cut = _parts(snapshot, version, takers, needs, encoder_changed, limit, owners)
         if cut:
             return cut
     return {
@@ -80,11 +82,12 @@ def _parts(
     needs: Sequence[Needs],
     encoder_changed: bool,
     limit: int,
+    owners: Mapping[str, int] | None,
 ) -> dict[str, Shipment]:
     """Nothing where buckets, of `limit` bytes, are as good, or where what the engines read does not fit the weights."""
     changed = set[str]().union(*(changed_since(snapshot, taker.held) for taker in takers.values()))
     try:
-        parts = parts_of(snapshot, changed, needs)
+        parts = parts_of(snapshot, changed, needs, owners)
     except LookupError:
         return {}
     if (

@@ -11,12 +11,16 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from omnifleet.client.refit import RefitClient, Seat
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet_refit.group import Group, Meeting
+from omnifleet_refit.group import Meeting
+from omnifleet_trainer.refit.parts import Part, part_body
+from omnifleet_trainer.refit.sending import Errand, Sending
+from omnifleet_trainer.refit.share import Others
 from omnifleet_trainer.refit.snapshot import Shipment
 
 log = logging.getLogger("omnifleet.trainer.refit")
@@ -42,10 +46,19 @@ Outcome = str | OmnifleetError
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Buckets for a group. ranks: those of each engine that are in it; None: all, of engines that may differ."""
+    """Buckets for a group. ranks: those of each engine that are in it; None: all, of engines that may differ.
+
+    part: what it is a leg of, if it is one; another sender than the first makes the buckets itself.
+    """
 
     buckets: Sequence[torch.Tensor]
     ranks: tuple[int, ...] | None = None
+    part: Part | None = None
+
+    @property
+    def sender(self) -> int:
+        """The trainer's rank that sends it."""
+        return 0 if self.part is None else self.part.sender
 
 
 class Courier:
@@ -55,12 +68,20 @@ class Courier:
     """
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        self._meeting, self._device = meeting, device
+        self._meeting = meeting
         self._members: object = None
         self._name = ""
-        self._groups: dict[str, Group] = {}
-        self.began = 0.0
+        self._others: Others | None = None
+        self._sending = Sending(lambda name, size, seconds: meeting.open_group(name, size, device, seconds))
+
+    @property
+    def began(self) -> float:
         """When the first bucket of the last round was sent, monotonic s."""
+        return self._sending.began
+
+    @began.setter
+    def began(self, moment: float) -> None:
+        self._sending.began = moment
 
     async def stage(
         self, orders: Mapping[str, Order], buckets: Sequence[torch.Tensor], deadline_s: float
@@ -69,12 +90,17 @@ class Courier:
         return await self.stage_legs(orders, [Leg(buckets)], deadline_s)
 
     async def stage_legs(
-        self, orders: Mapping[str, Order], legs: Sequence[Leg], deadline_s: float
+        self,
+        orders: Mapping[str, Order],
+        legs: Sequence[Leg],
+        deadline_s: float,
+        others: Others | None = None,
     ) -> dict[str, Outcome]:
         """Worker id -> outcome. All orders are of these legs: one for all ranks, or the parts of their manifests, in order.
 
-        Rounds go on with those who are not to blame.
+        others: who sends the legs that are not the first sender's. Rounds go on with those who are not to blame.
         """
+        self._others = others
         outcomes: dict[str, Outcome] = {}
         waiting = dict(orders)
         for attempt in range(_ROUNDS):
@@ -109,9 +135,7 @@ class Courier:
 
     def close(self) -> None:
         """Leave the groups. Idempotent."""
-        for group in self._groups.values():
-            group.abort()
-        self._groups = {}
+        self._sending.close()
 
     async def _round(
         self, orders: Mapping[str, Order], legs: Sequence[Leg], deadline_s: float
@@ -121,8 +145,7 @@ class Courier:
         whole = legs[0].ranks is None
         sizes = [_size(leg, [order.ranks for order in orders.values()]) for leg in legs]
         names = [self._name if whole else f"{self._name}.{number}" for number in range(len(legs))]
-        plan = list(zip(names, sizes, legs, strict=True))
-        sending = asyncio.create_task(asyncio.to_thread(self._send, self._name, plan, deadline_s))
+        sending = self._senders(list(zip(names, sizes, legs, strict=True)), deadline_s)
         stages: dict[str, asyncio.Task[str]] = {}
         rank, size = 1, sizes[0] if whole else 1 + len(orders)
         for id, order in orders.items():
@@ -132,11 +155,11 @@ class Courier:
             rank += order.ranks if whole else 1
         dropped: set[str] = set()
         try:
-            await asyncio.wait([sending, *stages.values()], return_when=asyncio.FIRST_EXCEPTION)
-            if not sending.done() or sending.exception() is not None:
+            await asyncio.wait([*sending, *stages.values()], return_when=asyncio.FIRST_EXCEPTION)
+            if not all(task.done() and task.exception() is None for task in sending):
                 dropped = await self._break(orders, stages, names)
             results = await asyncio.gather(*stages.values(), return_exceptions=True)
-            await asyncio.gather(sending, return_exceptions=True)
+            await asyncio.gather(*sending, return_exceptions=True)
         except asyncio.CancelledError:
             await asyncio.shield(self._break(orders, stages, names))
             raise
@@ -145,29 +168,31 @@ class Courier:
 
     def _seat(self, ranks: Mapping[str, int], legs: Sequence[Leg]) -> None:
         """Keep the groups if their members are these and all are whole, else give up on them."""
-        members = (tuple(ranks.items()), tuple(leg.ranks for leg in legs))
-        broken = any(group.broken for group in self._groups.values())
-        if members != self._members or not self._groups or broken:
+        members = (tuple(ranks.items()), tuple((leg.ranks, leg.sender) for leg in legs))
+        if members != self._members or not self._sending.whole:
             self.close()
             self._members, self._name = members, self._meeting.new_name()
+        self._sending.enter(self._name)
 
-    def _send(self, round: str, plan: Sequence[tuple[str, int, Leg]], deadline_s: float) -> None:
-        """round: the name of this membership. plan: (name of the group, its size, what it is sent)."""
-        deadline = time.monotonic() + deadline_s
-        for number, (name, size, leg) in enumerate(plan):
-            group = self._groups.get(name)
-            if group is None:
-                group = self._meeting.open_group(name, size, self._device, deadline - time.monotonic())
-                if round != self._name:
-                    group.abort()
-                    raise retryable(Reason.UNAVAILABLE, "the round was given up while its group met")
-                self._groups[name] = group
-            group.await_ready(deadline)
-            self.began = self.began if number else time.monotonic()
-            with group.stream():
-                for bucket in leg.buckets:
-                    group.broadcast(bucket, deadline)
-                group.finish(deadline)
+    def _senders(self, plan: Sequence[tuple[str, int, Leg]], deadline_s: float) -> list[asyncio.Task[None]]:
+        """All legs, each by its sender. plan: (name of the group, its size, what it is sent)."""
+        own = [Errand(name, size, leg.buckets) for name, size, leg in plan if not leg.sender]
+        working = [asyncio.to_thread(self._sending.send, self._name, own, deadline_s)]
+        if self._others is not None and any(leg.sender for _, _, leg in plan):
+            orders = [self._order(plan, rank, deadline_s) for rank in range(1, self._others.count + 1)]
+            working.append(asyncio.to_thread(self._others.send, orders, deadline_s))
+        return [asyncio.create_task(work) for work in working]
+
+    def _order(
+        self, plan: Sequence[tuple[str, int, Leg]], sender: int, deadline_s: float
+    ) -> dict[str, Any] | None:
+        errands = [
+            {"name": name, "size": size, "part": part_body(leg.part)}
+            for name, size, leg in plan
+            if leg.part is not None and leg.sender == sender
+        ]
+        meeting = {"host": self._meeting.host, "port": self._meeting.port, "membership": self._name}
+        return meeting | {"deadline_s": deadline_s, "errands": errands} if errands else None
 
     async def _break(
         self, orders: Mapping[str, Order], stages: Mapping[str, asyncio.Task[str]], names: Sequence[str]
@@ -175,9 +200,11 @@ class Courier:
         """End the waiting of all members: with NCCL one's abort is not felt by the others. Returns who was told so."""
         if self._name:
             for name in names:
-                if name not in self._groups:
+                if not self._sending.has(name):
                     self._meeting.call_off(name)
         self.close()
+        if self._others is not None:
+            await asyncio.to_thread(self._others.stop)
         self._name = ""
         told = {id for id, stage in stages.items() if not stage.done()}
         waiting = [orders[id].client for id in told]

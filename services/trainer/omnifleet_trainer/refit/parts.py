@@ -37,11 +37,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What `ranks` of each engine are sent. sizes: of its buckets, bytes."""
+    """What `ranks` of each engine are sent. sizes: of its buckets, bytes. sender: the trainer's rank that sends it."""
 
     ranks: tuple[int, ...]
     slices: tuple[Slice, ...]
     sizes: tuple[int, ...]
+    sender: int = 0
 
     @property
     def bytes(self) -> int:
@@ -77,17 +78,45 @@ class Cut(Sequence[torch.Tensor]):
             yield as_hex(fold(self[index], [piece.offset for piece in inside]))
 
 
-def parts_of(snapshot: Snapshot, changed: Collection[str], ranks: Sequence[Needs]) -> list[Part]:
-    """Lay out what the ranks of an engine read of the tensors named. Raises LookupError for needs that don't fit them."""
+def parts_of(
+    snapshot: Snapshot,
+    changed: Collection[str],
+    ranks: Sequence[Needs],
+    owners: Mapping[str, int] | None = None,
+) -> list[Part]:
+    """Lay out what the ranks of an engine read of the tensors named. Raises LookupError for needs that don't fit them.
+
+    owners: tensor -> the trainer's rank that sends it; default: the first. All send and take parts in this order, in
+    which different senders come to different ranks at first, and change about.
+    """
     readers: dict[tuple[str, View], list[int]] = {}
     for rank, needs in enumerate(ranks):
         for name in sorted(needs.keys() & set(changed)):
             for view in needs[name]:
                 readers.setdefault((name, view), []).append(rank)
-    audiences: dict[tuple[int, ...], list[tuple[str, View]]] = {}
-    for window, reading in readers.items():
-        audiences.setdefault(tuple(reading), []).append(window)
-    return [_laid_out(snapshot, who, windows) for who, windows in sorted(audiences.items())]
+    whose: dict[tuple[tuple[int, ...], int], list[tuple[str, View]]] = {}
+    for (name, view), reading in readers.items():
+        sender = owners.get(name, 0) if owners else 0
+        whose.setdefault((tuple(reading), sender), []).append((name, view))
+    audiences = sorted({reading for reading, _ in whose})
+
+    def turn(key: tuple[tuple[int, ...], int]) -> tuple[int, int]:
+        reading, sender = key
+        return (audiences.index(reading) - sender) % len(audiences), sender
+
+    return [_laid_out(snapshot, *key, whose[key]) for key in sorted(whose, key=turn)]
+
+
+def part_body(part: Part) -> dict[str, Any]:
+    """A part as plain data, for another sender."""
+    slices = [[s.name, s.view.body, s.bucket, s.offset, s.bytes] for s in part.slices]
+    return {"ranks": part.ranks, "slices": slices, "sizes": part.sizes}
+
+
+def part_of(body: Mapping[str, Any]) -> Part:
+    """Undo `part_body`; whose it is, is not told."""
+    slices = [Slice(name, View.parse(view), *place) for name, view, *place in body["slices"]]
+    return Part(tuple(body["ranks"]), tuple(slices), tuple(body["sizes"]))
 
 
 def bytes_of_rank(parts: Sequence[Part]) -> int:
@@ -124,7 +153,9 @@ def cut_shipment(
     return Shipment(manifest, named, (), sum(part.bytes for part in parts), parts=tuple(parts))
 
 
-def _laid_out(snapshot: Snapshot, ranks: tuple[int, ...], windows: Sequence[tuple[str, View]]) -> Part:
+def _laid_out(
+    snapshot: Snapshot, ranks: tuple[int, ...], sender: int, windows: Sequence[tuple[str, View]]
+) -> Part:
     slices: list[Slice] = []
     sizes: list[int] = []
     for name, view in windows:
@@ -137,7 +168,7 @@ def _laid_out(snapshot: Snapshot, ranks: tuple[int, ...], windows: Sequence[tupl
             sizes.append(0)
         slices.append(Slice(name, view, len(sizes) - 1, sizes[-1], size))
         sizes[-1] += padded
-    return Part(ranks, tuple(slices), tuple(sizes))
+    return Part(ranks, tuple(slices), tuple(sizes), sender)
 
 
 def told(snapshot: Snapshot, parts: Sequence[Part]) -> list[refit_pb2.Part]:

@@ -129,6 +129,14 @@ class RefitSender(ABC):
             self.catching_up.wake.set()
         return replace(report, seconds=time.monotonic() - began, pack_seconds=packed - began)
 
+    def share(self, others: Any, names: Collection[str]) -> list[set[str]]:
+        """Before a publish by a trainer of several ranks: which of these tensors each other rank is to keep and send.
+
+        others: these ranks (`omnifleet_trainer.refit.share.Others`), None if there are none. Empty: nothing, the first
+        rank sends all.
+        """
+        return []
+
     def rest(self) -> None:
         """The workers' engines sleep while the trainer has their devices: nobody is brought up until `go_on`."""
         self.catching_up.resting = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import WeightVersion
@@ -24,12 +25,16 @@ class FleetRefits:
 
         Raises OmnifleetError for what waiting does not mend: DISK_FULL, FORBIDDEN.
         """
-        policy = self._weights.policy
+        policy: Any = self._weights.policy
+        trains = policy.trainable_names()
+        kept = self._sender.share(
+            getattr(policy, "others", None), trains
+        )  # others: of a policy of several ranks
         try:
             report = await self._sender.publish(
                 version.number,
-                policy.export(),
-                policy.trainable_names(),
+                policy.export(kept) if kept else policy.export(),
+                trains,
                 encoder_changed=policy.encoder_trains,
                 executor=self._weights.thread,
             )
