@@ -23,6 +23,7 @@ pytestmark = [
         ("automodel", {"dp": 2}, {}, 1e-3),
         ("automodel", {"dp": 2}, {"dtype": "bfloat16"}, 5e-2),
         ("megatron", {"tp": 2}, {}, 1e-3),
+        ("megatron", {"pp": 2}, {}, 1e-3),
         ("megatron", {"dp": 2, "distributed_optimizer": True}, {}, 1e-3),
     ],
 )
