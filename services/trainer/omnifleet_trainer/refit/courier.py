@@ -100,7 +100,7 @@ class Courier:
 
         others: who sends the legs that are not the first sender's. Rounds go on with those who are not to blame.
         """
-        self._others = others
+        self._others = others if any(leg.sender for leg in legs) else None
         outcomes: dict[str, Outcome] = {}
         waiting = dict(orders)
         for attempt in range(_ROUNDS):
@@ -178,7 +178,7 @@ class Courier:
         """All legs, each by its sender. plan: (name of the group, its size, what it is sent)."""
         own = [Errand(name, size, leg.buckets) for name, size, leg in plan if not leg.sender]
         working = [asyncio.to_thread(self._sending.send, self._name, own, deadline_s)]
-        if self._others is not None and any(leg.sender for _, _, leg in plan):
+        if self._others is not None:
             orders = [self._order(plan, rank, deadline_s) for rank in range(1, self._others.count + 1)]
             working.append(asyncio.to_thread(self._others.send, orders, deadline_s))
         return [asyncio.create_task(work) for work in working]
