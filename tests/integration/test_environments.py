@@ -246,7 +246,8 @@ def write_recipe(folder: Path) -> Path:
         "run": {"name": "run", "root": str(folder)},
         "model": {"path": str(folder / "model")},
         "reward": [{"name": "format"}],
-        "sampling": {"max_tokens": 6},
+        "sampling": {"max_tokens": 6, "top_k": 3},
+        "rollout": {"engine": {"return_routed_experts": True, "return_sampling_mask": True}},
         "data": {
             "train": {**gym, "size": 8},
             "heldout": {**gym, "split": "val"},
@@ -276,6 +277,7 @@ async def test_a_run_is_trained_on_an_environment_that_a_recipe_names(
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert "heldout_reward" in rows[-1] and "reward/quarter" in rows[1] and rows[-1]["lag_max"] <= 1
+    assert {(row["replayed/experts"], row["replayed/sampling_masks"]) for row in rows[1:]} == {(1.0, 1.0)}
     consumed = [row for row in LedgerReader(run_dir / "ledger.sqlite").rows(state="consumed")]
     ledger = SqliteLedger(run_dir / "ledger.sqlite", owner="test")
     try:
