@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -14,32 +13,23 @@ from omnifleet.config.services import EngineConfig, RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine.checkpoint import read_config
 from omnifleet_rollout.engine.vllm_compat import Compatibility, extra_outputs
+from omnifleet_rollout.quiet import quiet_libraries
 
 EXTENSION = "omnifleet_rollout.engine.extension.OmnifleetExtension"
 
 
-_TALKATIVE = ("torchao", "torch.utils._pytree", "torch._library.triton")
-
-
 def set_environment(engine: EngineConfig) -> None:
-    """Before torch and vLLM are imported. Values that are set already win.
-
-    What they say of kernels of other devices and of their own next versions is left out; their errors are not.
-    """
+    """Before torch and vLLM are imported. Values that are set already win."""
+    quiet_libraries()
     threads = engine.threads or len(os.sched_getaffinity(0))
     settings = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         # Binding threads to cores is the mp executor's work, and two engines on one host must not take the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMNIFLEET_ENGINE_THREADS": str(threads),
     }
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.ERROR)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 

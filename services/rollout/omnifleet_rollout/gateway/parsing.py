@@ -18,6 +18,7 @@ from typing import Any
 from omnifleet.config.services import GatewayConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_rollout.gateway.renderer import RendererLoader
+from omnifleet_rollout.quiet import quiet_libraries
 
 log = logging.getLogger("omnifleet.gateway")
 _TOKENIZER_S = 120.0
@@ -59,6 +60,7 @@ class Parsers:
         """
         if not (config.tool_parser or config.reasoning_parser):
             return None
+        quiet_libraries()
         try:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
             from vllm.reasoning import ReasoningParserManager
