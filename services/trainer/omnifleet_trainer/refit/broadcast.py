@@ -275,7 +275,8 @@ class BroadcastSender(RefitSender):
             return []
         if self._read[0] != digest:
             try:
-                said, bodies = await next(iter(clients.values())).needs(deadline_s=self._delivery.timeout_s)
+                client = clients[next(iter(views))]
+                said, bodies = await client.needs(deadline_s=self._delivery.timeout_s)
             except OmnifleetError as error:
                 log.warning("%s; its engine is sent tensors whole", error)
                 return []
