@@ -14,8 +14,6 @@ def check_backend(recipe: Recipe) -> None:
     """What the megatron backend can run; a plan is not asked."""
     if recipe.trainer.backend != "megatron":
         return
-    if recipe.trainer.dtype != "float32":
-        raise ValueError("trainer.backend = megatron computes in float32: set trainer.dtype = float32")
     if recipe.trainer.logprob_chunk is not None:
         raise ValueError("trainer.backend = megatron has no trainer.logprob_chunk: leave it out")
     if recipe.model.family == "qwen2_vl":

@@ -147,15 +147,20 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(
         ("qwen2_5_vl", {"logprob_chunk": 4, "objective": {"kl_coefficient": 0.1}}, 1e-4),
         ("qwen2_vl", {"dtype": "bfloat16"}, 3e-2),
         ("qwen2_vl", {"batch_samples": 2, "prompts_per_step": 1, "generations_per_prompt": 6}, 1e-4),
+        ("qwen2_5_vl", {"tp": 2}, 1e-4),
+        ("qwen3_vl", {"tp": 2, "recompute": True, "objective": {"kl_coefficient": 0.1}}, 1e-4),
+        ("qwen3_vl", {"tp": 2, "dp": 2}, 1e-4),
     ],
 )
-def test_two_ranks_train_as_one_in_every_setting(
+def test_ranks_train_as_one_in_every_setting(
     family: Family, changes: dict[str, Any], rtol: float, tmp_path: Path
 ) -> None:
-    write_checkpoint(tmp_path, family=family, hidden=64)
+    tp = changes.pop("tp", 1)
+    write_checkpoint(tmp_path, family=family, hidden=64 * tp, tie_embeddings=family == "qwen2_5_vl")
+    sizes = {"dp": changes.pop("dp", 2 if tp == 1 else 1), "tp": tp}
     histories = []
-    for ranks in (1, 2):
-        policy = of_ranks(ranks, tmp_path, **changes)
+    for parallel in (None, sizes):
+        policy = opened(tmp_path, parallel, **changes)
         try:
             histories.append(history(policy, tmp_path))
             policy.offload()
@@ -164,6 +169,36 @@ def test_two_ranks_train_as_one_in_every_setting(
         finally:
             policy.close()
     equal(histories[1], histories[0], rtol=rtol)
+
+
+@pytest.mark.soak
+def test_tensor_parallel_ranks_go_on_from_a_checkpoint_of_one_and_back(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    write_checkpoint(source, family="qwen3_vl")
+    saved: dict[int, History] = {}
+    for tp in (1, 2):
+        policy = opened(source, {"tp": tp} if tp > 1 else None)
+        try:
+            saved[tp] = history(policy, source, tmp_path / str(tp))
+        finally:
+            policy.close()
+    equal(saved[2], saved[1])
+    for tp in (1, 2):
+        policy = opened(source, {"tp": tp} if tp > 1 else None)
+        try:
+            policy.load(tmp_path / str(3 - tp))
+            resumed = policy.train(batch_for(source))
+            for name in ("loss", "grad_norm", "lr"):
+                assert resumed[name] == pytest.approx(saved[1].then[name], rel=1e-4), name
+        finally:
+            policy.close()
+
+
+def test_layers_that_cannot_be_divided_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family="qwen3_vl", hidden=64)
+    with pytest.raises(OmnifleetError, match="num_attention_heads") as refused:
+        opened(tmp_path, {"tp": 2})
+    assert refused.value.reason is Reason.INVALID_CONFIG and refused.value.knob == "trainer.parallel.tp"
 
 
 @pytest.mark.soak

@@ -9,15 +9,21 @@ from omnifleet.config.recipe import TrainerConfig
 
 def test_ranks_that_a_backend_does_not_have_are_refused_as_a_recipe() -> None:
     for sizes, words in (
-        ({"tp": 2}, "shards over dp only"),
-        ({"cp": 2}, "needs Transformer Engine"),
-        ({"pp": 2}, "shards over dp only"),
-        ({"ep": 2}, "does not divide dp 1"),
+        ({"cp": 2}, "set cp = 1, or"),
+        ({"dp": 2, "ep": 4}, "does not divide the dp x tp x cp = 2"),
+        ({"tp": 2, "sp": True}, "set sp = False, or"),
+        ({"pp": 2}, "set pp = 1, or"),
+        ({"dp": 2, "ep": 2}, "divides experts in its own"),
     ):
         with pytest.raises(ValueError, match=words):
             TrainerConfig.model_validate({"parallel": sizes})
     with pytest.raises(ValueError, match="sequence parallelism"):
         TrainerConfig.model_validate({"backend": "megatron", "parallel": {"dp": 2, "tp": 2, "ep": 2}})
+    with pytest.raises(ValueError, match="packed sequences"):
+        TrainerConfig.model_validate({"backend": "megatron", "packing": False, "parallel": {"cp": 2}})
+    for name, value in (("lora", {"rank": 4}), ("logprob_chunk", 8)):
+        with pytest.raises(ValueError, match="whole layers"):
+            TrainerConfig.model_validate({name: value, "parallel": {"tp": 2}})
     assert TrainerConfig.model_validate({"parallel": {"dp": 4}}).parallel.world == 4
 
 

@@ -73,12 +73,15 @@ def test_a_resolved_recipe_resolves_to_itself(name: str) -> None:
     assert again == ours(name)
 
 
-@pytest.mark.parametrize("name", render.RECIPES.values())
+@pytest.mark.parametrize("name", [name for name in render.RECIPES.values() if name != "clevr-megatron"])
 def test_what_cannot_run_is_refused_before_it_starts(name: str) -> None:
+    """The sixth has sizes that the backend has, though not for its model: the policy refuses it."""
     with pytest.raises(OmnifleetError) as caught:
         load_recipe(f"nemotron-omni/{name}")
     assert caught.value.reason is Reason.INVALID_CONFIG
-    why = "automodel backend" if "automodel" in name else "Transformer Engine"
+    why = {"mmpr-megatron": "logprob_chunk"}.get(
+        name, "automodel backend" if "automodel" in name else "packed sequences"
+    )
     assert why in caught.value.message
 
 

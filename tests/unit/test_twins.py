@@ -87,11 +87,17 @@ def test_two_ranks_are_tensor_or_expert_parallel(name: str, sizes: tuple[int, in
 
 
 @pytest.mark.parametrize(
-    "sizes", ["{tp: 2, dp: 2, ep: 2}", "{tp: 2, sp: true}", "{cp: 2}"], ids=["tp and ep", "sp", "cp"]
+    ("sizes", "why"),
+    [("{tp: 2, dp: 2, ep: 2}", "needs sequence parallelism"), ("{sp: true, tp: 1}", "of the ranks of tp")],
 )
-def test_what_wants_transformer_engine_is_refused(sizes: str) -> None:
-    with pytest.raises(OmnifleetError, match="Transformer Engine"):
+def test_layouts_that_fit_no_model_are_refused(sizes: str, why: str) -> None:
+    with pytest.raises(OmnifleetError, match=why):
         load_recipe("twins/dense-tp2", [f"trainer.parallel={sizes}"])
+
+
+@pytest.mark.parametrize("sizes", ["{tp: 2, ep: 2, sp: true}", "{tp: 2, sp: true}", "{cp: 2, tp: 1}"])
+def test_layouts_that_elsewhere_want_transformer_engine_are_taken(sizes: str) -> None:
+    assert load_recipe("twins/dense-tp2", [f"trainer.parallel={sizes}"]).trainer.parallel.world == 2
 
 
 def test_parts_are_no_recipes() -> None:

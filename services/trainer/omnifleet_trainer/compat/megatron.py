@@ -150,6 +150,14 @@ def _import_with_triton() -> None:
             importlib.import_module(name)
 
 
+def no_random_streams() -> None:
+    """Between layers that are divided by sequence megatron-core changes to a random stream of the device, which a CPU has not;
+    nothing here draws from it. Its tracker for inference changes nothing."""
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """Inside, "cuda" is the CPU for the calling thread's torch functions and for `torch.cuda`'s device and streams.

@@ -3,7 +3,8 @@
 Checked with megatron-core 0.19.2 and megatron-bridge 0.6.2. The local specs' own core attention forms all scores and
 refuses packed sequences, which the Qwen3-VL tower uses for its pictures; this one is torch's
 `scaled_dot_product_attention`, one call a segment where sequences are packed. Bridge's weight maps know the local
-layout. What these layers cannot do: sequence parallelism, context parallelism, grouped experts.
+layout. Its norms know sequence parallelism, which the local specs' refuse, and its attention looks over the ranks of a
+context-parallel group. What these layers cannot do: FP8, grouped experts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -25,7 +27,12 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class TorchCoreAttention(DotProductAttention):  # type: ignore[misc]
-    """Core attention by torch. Padding must be on the right: a causal mask then hides it from all that counts."""
+    """Core attention by torch. Padding must be on the right: a causal mask then hides it from all that counts.
+
+    group: of ranks that hold other tokens of the same sequences; then attention_mask says what is seen, [S, S x ranks] bool.
+    """
+
+    group: Any = None
 
     def forward(
         self,
@@ -39,6 +46,8 @@ class TorchCoreAttention(DotProductAttention):  # type: ignore[misc]
     ) -> Tensor:
         """[S, B, heads, d] -> [S, B, heads x d]; packed: [T, heads, d] (or [T, 1, heads, d]) -> [T, heads x d]."""
         assert attention_bias is None
+        if self.group is not None:
+            return self._over_ranks(query, key, value, attention_mask)
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         if packed_seq_params is None:
             rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -53,11 +62,24 @@ class TorchCoreAttention(DotProductAttention):  # type: ignore[misc]
         ]
         return torch.cat(parts).reshape(query.shape[0], -1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[S, heads, d] of this rank -> [S, heads x d]. Gradients of keys and values come back added up."""
+        assert mask is not None
+        whole = (gather_from_sequence_parallel_region(x.contiguous(), group=self.group) for x in (key, value))
+        heads = (
+            x.reshape(x.shape[0], x.shape[-2], x.shape[-1]).transpose(0, 1)[None] for x in (query, *whole)
+        )
+        mixed = self._attend(*heads, causal=False, mask=mask)
+        return mixed[0].transpose(0, 1).reshape(query.shape[0], -1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None = None
+    ) -> Tensor:
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
+            attn_mask=mask,
             dropout_p=self.config.attention_dropout if self.training else 0.0,
             is_causal=causal and query.shape[2] > 1,
             scale=self.softmax_scale,
@@ -65,16 +87,45 @@ class TorchCoreAttention(DotProductAttention):  # type: ignore[misc]
         )
 
 
+class SequenceNorm:
+    """Torch's norm, whose weights say whether their gradients are of a part of the tokens (sequence parallelism)."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        """The arguments of megatron-core's norms."""
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def attend_over(module: torch.nn.Module, group: Any) -> None:
+    """All attention in `module` looks over the ranks of `group`; None: each over its own tokens."""
+    for part in module.modules():
+        if isinstance(part, TorchCoreAttention):
+            part.group = group
+
+
+def use_in_blocks() -> None:
+    """The norm after the last layer is named in megatron-core's module; ours in its place."""
+    from megatron.core.transformer import transformer_block
+
+    transformer_block.LayerNormImpl = SequenceNorm
+
+
 def gpt_spec(*, qk_layernorm: bool, experts: int | None = None, normalization: str = "RMSNorm") -> Any:
     """Spec of a language layer; of a mixture if it has `experts`, computed one after the other."""
-    return _by_torch(
-        get_gpt_layer_local_spec(
-            num_experts=experts,
-            moe_grouped_gemm=False,
-            qk_layernorm=qk_layernorm,
-            normalization=normalization,
-        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=qk_layernorm,
+        normalization=normalization,
     )
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceNorm
+    if qk_layernorm:
+        heads = spec.submodules.self_attention.submodules
+        heads.q_layernorm = heads.k_layernorm = SequenceNorm
+    return _by_torch(spec)
 
 
 def language_spec(config: Any) -> Any:

@@ -40,6 +40,7 @@ from omnifleet_trainer.policy.recompute import recompute_layers
 from omnifleet_trainer.policy.replay import Routers
 from omnifleet_trainer.policy.sharded import enter, make_enterable
 from omnifleet_trainer.policy.shards import own, spread, whole
+from omnifleet_trainer.policy.tensor_plan import check_tensor_parallel, tensor_plan
 from omnifleet_trainer.policy.vision import Vision
 
 
@@ -73,6 +74,8 @@ class AutoModelPolicy(RankPolicy):
             on_mismatch=on_mismatch,
             place=place,
         )
+        if trainer.parallel.tp > 1:
+            check_tensor_parallel(source, trainer.parallel.tp)
         shapes = checkpoint_shapes(source)
         frozen = matching(shapes, freeze)
         torch.manual_seed(seed)
@@ -92,7 +95,8 @@ class AutoModelPolicy(RankPolicy):
         feature_cache_bytes: int,
     ) -> None:
         place, trainer = self._place, self._trainer
-        self._peers = Peers(index=place.rank, size=place.world)
+        parallel = trainer.parallel
+        self._peers = Peers(index=parallel.data_rank(place.rank), size=parallel.dp, stride=parallel.together)
         fills = place.world > 1 and needs_filling(source)
         self._model, self._mesh = _build(source, trainer, empty=fills)
         self._routers = Routers(self._model, self._model.config)
@@ -117,7 +121,10 @@ class AutoModelPolicy(RankPolicy):
             parameter.requires_grad_(name in trains)
         self._trainable = {name: p for name, p in parameters.items() if name in trains}
         self._optimizer = Optimizer(
-            self._trainable, trainer.optimizer, held=self._held if self._adapters is None else None
+            self._trainable,
+            trainer.optimizer,
+            held=self._held if self._adapters is None else None,
+            foreach=None if parallel.tp == 1 else False,
         )
         self.encoder_trains = any(name.startswith(self._family.encoder) for name in trains)
         self._vision = Vision(
@@ -258,15 +265,20 @@ class AutoModelPolicy(RankPolicy):
         )
 
     def _update(self) -> float:
+        from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
         from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
 
+        parallel = self._trainer.parallel
+        if parallel.tp > 1:
+            synchronize_tp_replica_gradients([self._model], self._mesh.device_mesh)
         norm = float(
             scale_grads_and_clip_grad_norm(
                 self._trainer.optimizer.grad_clip,
                 [self._model],
                 device_mesh=self._mesh.device_mesh,
                 moe_mesh=self._mesh.moe_mesh,
-                dp_group_size=dist.get_world_size(),
+                dp_group_size=parallel.dp,
+                foreach=parallel.tp == 1,  # tensors of several meshes are not one list
             )
         )
         if np.isfinite(norm):
@@ -314,8 +326,10 @@ def _build(source: Path, trainer: TrainerConfig, *, empty: bool) -> tuple[Any, A
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    tp = trainer.parallel.tp
     setup = DistributedSetup.build(
-        strategy=FSDP2Config(mp_policy=precision), parallelism_sizes=ParallelismSizes()
+        strategy=FSDP2Config(mp_policy=precision, tp_plan=tensor_plan(source) if tp > 1 else None),
+        parallelism_sizes=ParallelismSizes(tp_size=tp),
     )
     make = (
         NeMoAutoModelForImageTextToText.from_config

@@ -1,4 +1,4 @@
-"""The policy on Megatron Bridge and megatron-core: float32, local layers, Megatron's optimiser; over ranks by data,
+"""The policy on Megatron Bridge and megatron-core: local layers, Megatron's optimiser; over ranks by data,
 tensor, expert and pipeline parallelism.
 
 Nothing here needs Transformer Engine; see compat/megatron_layers.py for what these layers cannot do. A fused weight of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,12 @@ from omnifleet_trainer.policy.megatron_nemotron import HYBRID
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
 from omnifleet_trainer.policy.megatron_pipeline import Pipeline
 from omnifleet_trainer.policy.megatron_replay import MegatronRouters
+from omnifleet_trainer.policy.megatron_sequence import Division
 from omnifleet_trainer.policy.mismatch import OnMismatch
 from omnifleet_trainer.policy.names import checkpoint_files, checkpoint_shapes, matching
 from omnifleet_trainer.policy.optimizer import check_moments
 from omnifleet_trainer.policy.packing import Packing
+from omnifleet_trainer.policy.parked import Parked
 from omnifleet_trainer.policy.passes import Schedule
 from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.rank import RankPolicy
@@ -57,7 +59,7 @@ _TOWER = ("model.visual.", *NemotronOmni.encoder)
 class MegatronPolicy(RankPolicy):
     """`Policy` over a Hugging Face checkpoint folder. Arguments and errors as `AutoModelPolicy`.
 
-    Besides, OmnifleetError(UNSUPPORTED) for a dtype, chunk or family that this backend does not have, before anything
+    Besides, OmnifleetError(UNSUPPORTED) for a chunk or family that this backend does not have, before anything
     is loaded; INVALID_CONFIG for a freeze pattern that splits a fused weight.
     """
 
@@ -87,6 +89,7 @@ class MegatronPolicy(RankPolicy):
         )
         _refuse(trainer)
         self._packs = trainer.packing is not False
+        self._parked: Parked | None = None
         self._shapes = checkpoint_shapes(source)
         family = _family(source)
         frozen = matching(self._shapes, freeze)
@@ -101,7 +104,9 @@ class MegatronPolicy(RankPolicy):
     def _open(self, source: Path, family: Any, frozen: set[str], cache_bytes: int) -> None:
         with compat.on_cpu():
             parallel = self._trainer.parallel
-            self._built: Built = build(source, self._shapes, frozen, parallel)
+            self._built: Built = build(
+                source, self._shapes, frozen, parallel, getattr(torch, self._trainer.dtype)
+            )
             parameters = dict(self._built.core.named_parameters())
             self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
             self._peers = Peers(
@@ -123,8 +128,16 @@ class MegatronPolicy(RankPolicy):
                 training=self._training,
                 distributed=parallel.distributed_optimizer,
             )
+            if self._built.half:
+                self._optimizer.load_masters(checkpoint_files(source))
         self.encoder_trains = any(name.startswith(_ENCODER) for name in self._training)
+        self._division = Division(parallel, self._place.rank)
+        if not self._division.whole:
+            from omnifleet_trainer.compat.megatron_layers import attend_over
+
+            attend_over(self._built.core.language_model, self._division.group)
         self._family = family(self._built.core, self._built.config)
+        self._family.division = self._division
         self._vision = Vision(self._family, frozen=not self.encoder_trains, cache_bytes=cache_bytes)
         if self._trainer.peak_tflops is not None:
             self._flops = _flops(self._built.config, self._training)
@@ -132,7 +145,7 @@ class MegatronPolicy(RankPolicy):
 
     def _trains_anywhere(self) -> set[str]:
         """Checkpoint names of what trains, on this stage or another."""
-        names = fused_names([*self._built.tasks, *self._built.copies])
+        names = fused_names(self._built.read_tasks)
         parts = self._peers.everyone(sorted({source for name in self._trainable for source in names[name]}))
         if not all(parts):
             raise invalid(
@@ -174,8 +187,13 @@ class MegatronPolicy(RankPolicy):
             return super().train(batch)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Policy`; one tensor at a time, by Bridge's weight maps."""
-        yield from self._state()
+        """See `Policy`; one tensor at a time, by Bridge's weight maps, in `trainer.dtype`."""
+        with torch.no_grad():
+            yield from self._stored(
+                self._built.bridge.export_hf_weights(
+                    [self._built.model], show_progress=False, conversion_tasks=self._built.tasks
+                )
+            )
 
     def trainable_names(self) -> set[str]:
         """See `Policy`."""
@@ -191,6 +209,8 @@ class MegatronPolicy(RankPolicy):
         self._peers.together(lambda: self._check_stored(folder))
         with compat.on_cpu(), torch.no_grad():
             self._built.bridge.load_hf_weights([self._built.model], str(folder / "policy"))
+            if self._built.half:
+                self._optimizer.load_masters(checkpoint_files(folder / "policy"))
             self._optimizer.load(folder / "optimizer")
         self._vision.clear()
 
@@ -205,11 +225,18 @@ class MegatronPolicy(RankPolicy):
         """See `Policy`."""
         with compat.on_cpu():
             self._built.model.offload_grad_buffers()
-        self._move(torch.device("cpu"))
+        self._vision.clear()
+        self._optimizer.move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            self._parked = Parked([*self._built.model.parameters(), *self._built.model.buffers()])
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """See `Policy`."""
-        self._move(self._device)
+        if self._parked is not None:
+            self._parked.restore()
+        self._parked = None
+        self._optimizer.move(self._device)
         with compat.on_cpu():
             self._built.model.restore_grad_buffers()
 
@@ -234,20 +261,22 @@ class MegatronPolicy(RankPolicy):
         def forward(micro: MicroBatch) -> Tensor:
             arguments = self._arguments(micro, batch)
             if not self._built.core.post_process:
-                packing = Packing(micro) if self._packs else None
+                packing = Packing(micro, self._division.multiple) if self._packs else None
                 hidden: Tensor = self._family.hidden(arguments, packing)
                 return hidden
             ids = micro.input_ids[:, micro.first :]
             kept = None if micro.kept is None else micro.kept[:, micro.first :]
             if not self._packs:
                 return self._logprobs(self._family.logits(arguments)[:, micro.first - 1 : -1], ids, kept)
-            packing = Packing(micro)
-            logits = self._family.packed_logits(arguments, packing)[:, packing.predictions]
-            kept = None if kept is None else packing.wanted(kept)
-            return packing.padded(self._logprobs(logits, packing.wanted(ids), kept))
+            packing = Packing(micro, self._division.multiple)
+            places, here = self._division.predictions(packing)
+            logits = self._family.packed_logits(arguments, packing)[:, places]
+            kept = None if kept is None else packing.wanted(kept)[:, here]
+            logprobs = self._logprobs(logits, packing.wanted(ids)[:, here], kept)
+            return packing.padded(self._division.joined(logprobs, here))
 
         def replayed(micro: MicroBatch) -> Tensor:
-            with self._routers.replaying(micro, packed=self._packs):
+            with self._routers.replaying(micro, packed=self._packs, division=self._division):
                 return forward(micro)
 
         return replayed
@@ -281,28 +310,16 @@ class MegatronPolicy(RankPolicy):
         return norm
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        with torch.no_grad():
-            for name, tensor in self._built.bridge.export_hf_weights(
-                [self._built.model], show_progress=False, conversion_tasks=self._built.tasks
-            ):
-                if name in self._shapes:  # a tied head is not stored
-                    yield name, tensor.detach()
+        yield from self._stored(self._optimizer.masters()) if self._built.half else self.export()
+
+    def _stored(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Without a tied head, which checkpoints leave out, and with what no model holds."""
+        yield from ((name, tensor.detach()) for name, tensor in tensors if name in self._shapes)
         with stored(checkpoint_files(self._source)) as read:
             yield from ((name, read(name)) for name in self._built.passive)
 
-    def _move(self, device: torch.device) -> None:
-        self._built.model.to(device)
-        self._vision.clear()
-        self._optimizer.move(device)
-
 
 def _refuse(trainer: TrainerConfig) -> None:
-    if trainer.dtype != "float32":
-        raise OmnifleetError(
-            Reason.UNSUPPORTED,
-            f"the megatron backend computes in float32, not in {trainer.dtype}",
-            knob="trainer.dtype",
-        )
     if trainer.logprob_chunk is not None:
         raise OmnifleetError(
             Reason.UNSUPPORTED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ _SHOWN = 6
 _SETTINGS: dict[str, Any] = {
     "context_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "moe_token_dispatcher_type": "alltoall",
@@ -29,8 +29,6 @@ _SETTINGS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.0,
     "moe_router_load_balancing_type": "none",
     "moe_router_bias_update_rate": 0.0,
-    "pipeline_dtype": torch.float32,
-    "autocast_dtype": torch.float32,
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "bias_activation_fusion": False,
@@ -50,20 +48,32 @@ _SETTINGS: dict[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class Built:
     """bridge: between names and weights of both sides. model: wrapped for gradients; core: within. tasks: one for each
-    weight of all stages. copies: of weights that the last stage holds too, under its own name. config: of transformers.
+    weight of all stages. float_tasks: the same for float32 tensors of those shapes. read_tasks: for what is read into this
+    rank's weights, copies among them that the last stage holds too, under its own name. Each with mappings of its own: one
+    remembers the dtype of what other stages sent, and does not ask them what it found out alone. config: of transformers.
     passive: tensors of the checkpoint that no model holds."""
 
     bridge: Any
     model: Any
     core: Any
     tasks: Sequence[Any]
-    copies: Sequence[Any]
+    float_tasks: Sequence[Any]
+    read_tasks: Sequence[Any]
     config: Any
     passive: Sequence[str]
 
+    @property
+    def half(self) -> bool:
+        """Whether weights are bfloat16."""
+        return bool(getattr(self.model.config, "bf16", False))
 
-def build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: ParallelConfig) -> Built:
+
+def build(
+    source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: ParallelConfig, dtype: torch.dtype
+) -> Built:
     """Load `source`; its weights in `frozen` do not train. Call inside `compat.on_cpu()`, with a process group.
+
+    dtype: of weights and compute; gradients add up in float32.
 
     Raises OmnifleetError: UNSUPPORTED if model and checkpoint hold different tensors, INVALID_CONFIG if `frozen` splits
     a fused weight or `parallel` does not divide the model.
@@ -71,16 +81,19 @@ def build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: P
     with warnings.catch_warnings():  # a score of them say that Transformer Engine and Apex are not here
         warnings.simplefilter("ignore")
         compat.install()
-        return _build(source, shapes, frozen, parallel)
+        return _build(source, shapes, frozen, parallel, dtype)
 
 
-def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: ParallelConfig) -> Built:
+def _build(
+    source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: ParallelConfig, dtype: torch.dtype
+) -> Built:
     from megatron.bridge import AutoBridge
     from megatron.core.distributed import DistributedDataParallelConfig
 
     from omnifleet_trainer.compat import megatron_layers as layers
 
     layers.use_in_qwen3()
+    layers.use_in_blocks()
     bridge = AutoBridge.from_hf_pretrained(str(source))
     config = bridge.hf_pretrained.config
     hybrid = config.model_type == HYBRID
@@ -88,18 +101,24 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: 
     held = {name: shape for name, shape in shapes.items() if name not in passive}
     if hybrid:
         check_hybrid(config, parallel)
+        _check_hybrid_too(parallel, dtype)
         config.llm_config = config.text_config  # Bridge knows it by the name that published configs have
     else:
+        _check_mixture(config.text_config, parallel)
         _check_divides(config.text_config, parallel)
         if config.model_type != "qwen2_5_vl":  # whose tower is not divided
             _check_divides(config.vision_config, parallel, (("tp", parallel.tp, ("num_heads",)),))
         _check_inner(config, parallel)
     provider = bridge.to_megatron_provider(load_weights=True)
     cpu = not torch.cuda.is_available()
+    if cpu:
+        compat.no_random_streams()
     settings = _SETTINGS | {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "variable_seq_lengths": parallel.pp > 1,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
         "expert_model_parallel_size": parallel.ep,
         "use_cpu_initialization": cpu,
         "moe_shared_expert_overlap": False,
@@ -109,15 +128,19 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: 
         # Bridge leaves the section of the published sizes, whatever the config says.
         settings["mrope_section"] = config.text_config.rope_parameters["mrope_section"]
     known = {name: value for name, value in settings.items() if hasattr(provider, name)}
-    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=known)
-    provider.initialize_model_parallel(seed=None if cpu else 0)
+    provider.apply_overrides_and_finalize(dtype=dtype, overrides=known)
+    provider.sequence_parallel = parallel.sp  # some providers want it wherever tensors are divided
+    minutes = math.ceil(parallel.timeout_s / 60)
+    provider.initialize_model_parallel(seed=None if cpu else 0, distributed_timeout_minutes=minutes)
 
-    def freeze(chunks: list[Any]) -> list[Any]:
+    def prepare(chunks: list[Any]) -> list[Any]:
         tasks = bridge.get_conversion_tasks(chunks)
         _freeze(chunks[0], [*tasks, *_copies(chunks[0], tasks)], held, frozen)
+        for weight in chunks[0].parameters():  # buffers (the tower's frequencies) stay as wide as they are
+            weight.data = weight.data.to(dtype)
         return chunks
 
-    provider.register_pre_wrap_hook(freeze)
+    provider.register_pre_wrap_hook(prepare)
     with building(config):
         (model,) = provider.provide_distributed_model(
             ddp_config=DistributedDataParallelConfig(
@@ -128,13 +151,15 @@ def _build(source: Path, shapes: Mapping[str, Any], frozen: set[str], parallel: 
             wrap_with_ddp=True,
             use_cpu_initialization=cpu,
             fp16=False,
-            bf16=False,
+            bf16=dtype == torch.bfloat16,
+            mixed_precision_wrapper=None,  # it would round buffers too
             data_parallel_random_init=False,
         )
     layers.use_exact_gelu(model)
     model.eval()  # no dropout separates the logprobs of two passes
-    tasks = bridge.get_conversion_tasks([model])
-    return Built(bridge, model, model.module, tasks, _copies(model.module, tasks), config, passive)
+    tasks, float_tasks, read_tasks = (bridge.get_conversion_tasks([model]) for _ in range(3))
+    read_tasks = [*read_tasks, *_copies(model.module, read_tasks)]
+    return Built(bridge, model, model.module, tasks, float_tasks, read_tasks, config, passive)
 
 
 def fused_names(tasks: Sequence[Any]) -> dict[str, tuple[str, ...]]:
@@ -180,6 +205,28 @@ def _check_divides(
                     knob=f"trainer.parallel.{name}",
                     reason=Reason.INVALID_CONFIG,
                 )
+
+
+def _check_mixture(config: Any, parallel: ParallelConfig) -> None:
+    """Without sequence parallelism every rank of a tensor-parallel group would give the experts the same tokens."""
+    if parallel.tp > 1 and not parallel.sp and getattr(config, "num_experts", None):
+        raise invalid(
+            "a mixture of experts with tp > 1 needs sequence parallelism: set sp = true",
+            knob="trainer.parallel.sp",
+            reason=Reason.INVALID_CONFIG,
+        )
+
+
+def _check_hybrid_too(parallel: ParallelConfig, dtype: torch.dtype) -> None:
+    """Layers with a state run over a whole sequence, and keep a part of their weights in float32."""
+    for refused, knob, how in (
+        (parallel.cp > 1 or parallel.sp, "trainer.parallel", "sequences that are whole on a rank"),
+        (dtype != torch.float32, "trainer.dtype", "weights of float32"),
+    ):
+        if refused:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED, f"the megatron backend takes Nemotron Omni with {how}", knob=knob
+            )
 
 
 def _check_inner(config: Any, parallel: ParallelConfig) -> None:

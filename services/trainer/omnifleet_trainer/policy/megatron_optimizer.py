@@ -6,9 +6,10 @@ So it moves between backends, and between numbers of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from omnifleet_trainer.policy.megatron_model import Built, held_by
 from omnifleet_trainer.policy.optimizer import MOMENTS, Optimizer, check_moments, write_moments
 from omnifleet_trainer.policy.shards import Kept
 
+_MASTER = "master"
+
 
 class MegatronOptimizer(Optimizer):
     """AdamW as megatron-core builds it, over the gradient buffers of a wrapped model.
@@ -31,6 +34,7 @@ class MegatronOptimizer(Optimizer):
     would spare biases and norms. A weight without a gradient in an update has one of zero here, so its momentum still
     moves it; torch's AdamW leaves it alone. Call inside `compat.on_cpu()`. weights: this rank's; training: checkpoint
     names of what trains on any rank. distributed: state is spread over the data-parallel ranks.
+    Where weights are bfloat16 AdamW moves float32 ones of its own, the masters, and the weights are these, rounded.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class MegatronOptimizer(Optimizer):
                 clip_grad=config.grad_clip,
                 use_distributed_optimizer=distributed,
                 use_precision_aware_optimizer=False,
+                bf16=built.half,
+                params_dtype=torch.bfloat16 if built.half else torch.float32,
             ),
             [built.model],
         )
@@ -87,7 +93,7 @@ class MegatronOptimizer(Optimizer):
     def snapshot(self, kept: Kept | None = None) -> Callable[[Path], None]:
         """See `Optimizer`. Collective: the ranks make each moment whole together."""
         kept = kept or Kept()
-        tasks = [task for task in self._built.tasks if self._trains(task)]
+        tasks = [task for task in self._built.float_tasks if self._trains(task)]
         tensors: dict[str, Tensor] = {}
         updates = {name: self._updates() for task in tasks for name in held_by(task)} if self._began() else {}
         for moment in MOMENTS if updates else ():
@@ -104,20 +110,40 @@ class MegatronOptimizer(Optimizer):
         for chained in self._chained:
             chained.optimizer.state.clear()
         for moment in MOMENTS if body["updates"] else ():
-            stored = Stored(folder, moment)
-            for task in [*self._built.tasks, *self._built.copies]:
-                if task.megatron_module is None or any(name not in stored for name in held_by(task)):
-                    continue
-                found = self._built.bridge._model_bridge.maybe_modify_loaded_hf_weight(
-                    task.mapping.hf_param, stored
-                )
-                value = task.mapping.hf_to_megatron(found, task.megatron_module)
+            stored = Stored(sorted(folder.glob("moments*.safetensors")), f"{moment}/")
+            for task, value in self._read(stored):
                 self._set(task.param_weight, moment, value, body["updates"][held_by(task)[0]])
         self.steps = int(body["steps"])
 
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights by checkpoint names, whole, in float32. Collective."""
+        yield from self._exported(_MASTER, list(self._built.float_tasks))
+
+    def load_masters(self, files: Sequence[Path]) -> None:
+        """Set the masters to the weights in safetensors `files`, of which the model holds the rounded ones already."""
+        for task, value in self._read(Stored(files, "")):
+            for part, place in self._parts(task.param_weight):
+                if part.dtype == torch.float32:
+                    part.detach().copy_(value.reshape(-1)[place].reshape(part.shape))
+
+    def _read(self, stored: Stored) -> Iterator[tuple[Any, Tensor]]:
+        """Task of each weight of this rank that is stored, and its part of what is stored, in float32."""
+        for task in self._built.read_tasks:
+            if task.megatron_module is None or any(name not in stored for name in held_by(task)):
+                continue
+            found = self._built.bridge._model_bridge.maybe_modify_loaded_hf_weight(
+                task.mapping.hf_param, stored
+            )
+            with _as_float(task.megatron_module, task.param_weight):
+                value = task.mapping.hf_to_megatron(found, task.megatron_module)
+            yield task, value.float()
+
     def move(self, device: torch.device) -> None:
-        """See `Optimizer`."""
+        """See `Optimizer`. What is a view of the model's own memory moves with the model."""
         for chained in self._chained:
+            for group in chained.optimizer.param_groups if self._built.half else ():
+                for part in group["params"]:
+                    part.data = part.data.to(device)
             for state in chained.optimizer.state.values():
                 for moment in MOMENTS:
                     state[moment] = state[moment].to(device)
@@ -157,10 +183,10 @@ class MegatronOptimizer(Optimizer):
             return None
         flat = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
         for part, place in self._parts(weight):
-            state = self._state_of(part)
-            if state is not None:
-                flat[place] = state[moment].reshape(-1)
-        if self._distributed:
+            value = part.detach() if moment == _MASTER else (self._state_of(part) or {}).get(moment)
+            if value is not None:
+                flat[place] = value.reshape(-1)
+        if self._distributed and weight.requires_grad:
             dist.all_reduce(flat, group=_data_group(weight))
         return flat.view(weight.shape)
 
@@ -173,8 +199,8 @@ class MegatronOptimizer(Optimizer):
 
     def _parts(self, weight: Parameter) -> Iterator[tuple[Tensor, slice]]:
         """What AdamW sees of a weight here, and its place in the flat weight: all of it, or this rank's range."""
-        if not self._distributed:
-            yield weight, slice(None)
+        if not self._distributed or not weight.requires_grad:
+            yield getattr(weight, "main_param", weight), slice(None)
             return
         for chained in self._chained:
             if weight in chained.model_param_gbuf_map:
@@ -191,20 +217,20 @@ class MegatronOptimizer(Optimizer):
 
 
 class Stored(Mapping[str, Tensor]):
-    """One moment of an optimiser's folder by weight's name, read when it is asked for."""
+    """Tensors of safetensors files whose names begin with `prefix`, by the rest of it; each read when it is asked for."""
 
-    def __init__(self, folder: Path, moment: str) -> None:
-        self._moment = moment
+    def __init__(self, files: Sequence[Path], prefix: str) -> None:
+        self._prefix = prefix
         self._files: dict[str, Path] = {}
-        for path in sorted(folder.glob("moments*.safetensors")):
+        for path in files:
             with safe_open(path, "pt") as stored:
                 for key in stored.keys():  # noqa: SIM118
-                    if key.startswith(f"{moment}/"):
-                        self._files[key.partition("/")[2]] = path
+                    if key.startswith(prefix):
+                        self._files[key.removeprefix(prefix)] = path
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._files[name], "pt") as stored:
-            tensor: Tensor = stored.get_tensor(f"{self._moment}/{name}")
+            tensor: Tensor = stored.get_tensor(self._prefix + name)
             return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -212,6 +238,19 @@ class Stored(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+@contextlib.contextmanager
+def _as_float(module: Any, weight: Parameter) -> Iterator[None]:
+    """Bridge rounds what it reads to the dtype of the weight that it is for: inside, a float32 one is in its place."""
+    stand_in = Parameter(weight.detach().float(), requires_grad=False)
+    stand_in.__dict__.update(weight.__dict__)
+    names = [name for name, held in module._parameters.items() if held is weight]
+    module._parameters.update(dict.fromkeys(names, stand_in))
+    try:
+        yield
+    finally:
+        module._parameters.update(dict.fromkeys(names, weight))
 
 
 def _data_group(weight: Parameter) -> Any:

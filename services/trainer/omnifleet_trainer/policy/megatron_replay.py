@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from omnifleet_trainer.batch.collate import MicroBatch
+from omnifleet_trainer.policy.megatron_sequence import Division
 from omnifleet_trainer.policy.packing import Packing
 from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.replay import Mixture
@@ -43,17 +44,22 @@ class MegatronRouters:
         self.mixture = Mixture(numbers, layers, experts, chosen)
         self._current: Tensor | None = None
 
-    def replaying(self, micro: MicroBatch, *, packed: bool) -> AbstractContextManager[None]:
+    def replaying(
+        self, micro: MicroBatch, *, packed: bool, division: Division | None = None
+    ) -> AbstractContextManager[None]:
         """Inside, the routers choose what the engine chose for `micro`; their own where it did not say.
 
-        Hidden states are [T, 1, H] if packed, else [S, B, H]: that is the order of tokens here.
+        Hidden states are [T, 1, H] if packed, else [S, B, H]: that is the order of tokens here. division: which of a
+        pack's tokens this rank's routers see; None = all.
         """
         if micro.experts is None:
             return self._choosing(None)
-        ordered = (
-            Packing(micro).packed(micro.experts)[0] if packed else micro.experts.transpose(0, 1).flatten(0, 1)
-        )
-        return self._choosing(ordered)
+        if not packed:
+            return self._choosing(micro.experts.transpose(0, 1).flatten(0, 1))
+        if division is None:
+            return self._choosing(Packing(micro).packed(micro.experts)[0])
+        filled = Packing(micro, division.multiple).packed(micro.experts + 1)[0] - 1  # -1: nobody chose
+        return self._choosing(division.own(filled))
 
     def again(self) -> AbstractContextManager[None]:
         """For a layer that is computed again in the backward pass: the choice of now, whatever it is by then."""

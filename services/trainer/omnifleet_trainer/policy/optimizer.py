@@ -32,9 +32,10 @@ class Optimizer:
         *,
         adam: torch.optim.Optimizer | None = None,
         held: Held | None = None,
+        foreach: bool | None = None,
     ) -> None:
         """adam: an AdamW over the same weights, if a library has built one. held: how the tensors that the state is stored
-        by lie in `weights`; None = one in each, of the same name."""
+        by lie in `weights`; None = one in each, of the same name. foreach: False where weights lie on several meshes."""
         self._weights, self._config, self._held = dict(weights), config, held
         self._adam = adam or torch.optim.AdamW(
             list(self._weights.values()),
@@ -42,6 +43,7 @@ class Optimizer:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            foreach=foreach,
         )
         self.steps = 0
         """Training steps that ended."""

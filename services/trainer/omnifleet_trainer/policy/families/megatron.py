@@ -15,11 +15,15 @@ from torch import Tensor
 from omnifleet_trainer.batch.collate import TEXT, MediaContract, MicroBatch
 from omnifleet_trainer.policy.families.port import Layout
 from omnifleet_trainer.policy.families.qwen import media_contract, patch_values, positions, scattered
+from omnifleet_trainer.policy.megatron_sequence import Division
 from omnifleet_trainer.policy.packing import Packing
 
 
 class MegatronQwen25VL:
     """`Family` over Bridge's Qwen2.5-VL, whose tower is that of transformers. config: of transformers."""
+
+    division: Division
+    """How packs lie on ranks; set once it is known."""
 
     def __init__(self, model: Any, config: Any) -> None:
         self._model = model
@@ -55,17 +59,23 @@ class MegatronQwen25VL:
 
     def logits(self, arguments: dict[str, Any]) -> Tensor:
         """[B, S, V] of all positions; of a stage before the last its hidden states, [S, B, H]."""
-        logits: Tensor = self._model.language_model(input_ids=None, attention_mask=None, **arguments)
+        logits: Tensor = self._model.language_model(**{"input_ids": None, "attention_mask": None} | arguments)
         return logits
 
     def packed_logits(self, arguments: dict[str, Any], packing: Packing) -> Tensor:
-        """[1, T, V] of the same arguments, packed; hidden states are [T, 1, H]."""
-        embeds = arguments["decoder_input"]
-        packed = {} if embeds is None else _embedded(packing.packed(embeds.transpose(0, 1)))
-        places = torch.cat([packing.packed(axis)[None] for axis in arguments["position_ids"]])
+        """[1, T, V] of the same arguments, packed, and of this rank's tokens; hidden states are [T, 1, H]."""
+        division, embeds = self.division, arguments["decoder_input"]
+        if embeds is not None:
+            packed = division.part(packing.packed(embeds.transpose(0, 1)))
+            embeds = division.between(packed.transpose(0, 1).contiguous())
+        places = torch.stack([division.part(packing.packed(axis)) for axis in arguments["position_ids"]])
         return self.logits(
-            {"decoder_input": None, "position_ids": places, "packed_seq_params": packing.parameters()}
-            | packed
+            {
+                "decoder_input": embeds,
+                "position_ids": places,
+                "attention_mask": division.mask(packing),
+                "packed_seq_params": division.parameters(packing),
+            }
             | self._packed_features(arguments, packing)
         )
 
@@ -97,10 +107,9 @@ class MegatronQwen3VL(MegatronQwen25VL):
     def _packed_features(self, arguments: dict[str, Any], packing: Packing) -> dict[str, Any]:
         if "visual_pos_masks" not in arguments:
             return {}
-        features = {
-            "deepstack_visual_embeds": arguments["deepstack_visual_embeds"]
-        }  # in prompt order already
-        return features | {"visual_pos_masks": packing.packed(arguments["visual_pos_masks"])}
+        marks = packing.packed(arguments["visual_pos_masks"])
+        marks, inner = self.division.features(marks, arguments["deepstack_visual_embeds"])  # in prompt order
+        return {"visual_pos_masks": marks, "deepstack_visual_embeds": inner}
 
 
 MEGATRON_FAMILIES: dict[str, type[MegatronQwen25VL]] = {
