@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,16 @@ from safetensors.torch import load_file, save_file
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.samples import StepBatch
+from omnifleet_trainer.policy.automodel import AutoModelPolicy
+from omnifleet_trainer.policy.megatron import MegatronPolicy
 from omnifleet_trainer.policy.port import Policy
 from omnifleet_trainer.policy.replay import check_replayable
+from omnifleet_trainer.tiny.hybrid import MIXED, write_hybrid
 from omnifleet_trainer.tiny.mixture import CHOSEN, EXPERTS, write_mixture
 from tests.integration.family_world import batch_for, close_to
+from tests.integration.nemotron_world import batch_for as nemotron_batch
 from tests.integration.rank_world import opened
+from tests.integration.test_policy_nemotron_megatron import opened as nemotron
 
 pytestmark = pytest.mark.heavy
 LAYERS = 2
@@ -159,9 +164,33 @@ def test_a_dense_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("parallel", [{"dp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}])
+@pytest.mark.parametrize(
+    "parallel", [{"dp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}, {"tp": 2, "sp": True}, {"cp": 2}]
+)
 def test_each_rank_replays_its_own_tokens(
     source: Path, reference: Found, parallel: dict[str, int], tmp_path: Path
 ) -> None:
     with policy_of(source, "megatron", parallel) as policy:
         alike(worked(policy, source, tmp_path), reference)
+
+
+@pytest.mark.soak
+def test_a_hybrid_routes_in_either_backend_as_an_engine_said_of_all_its_layers(tmp_path: Path) -> None:
+    """Sigmoid gates, a factor, a bias that takes part in the choice only; of four layers one routes."""
+    source = tmp_path / "model"
+    write_hybrid(source, pattern=MIXED)
+    text = json.loads((source / "config.json").read_text())["text_config"]
+    batch, random = nemotron_batch(source), np.random.default_rng(4)
+    for sample in batch.samples:
+        draws = random.random((sample.length - 1, len(MIXED), text["n_routed_experts"]))
+        sample.experts = draws.argsort(-1)[..., : text["num_experts_per_tok"]]
+    results = []
+    for make, changes in ((AutoModelPolicy, {}), (MegatronPolicy, {}), (MegatronPolicy, {"packing": False})):
+        with closing(nemotron(make, source, **changes)) as policy:
+            own = policy.logprobs(nemotron_batch(source))
+            rows = [policy.train(batch) for _ in range(2)]
+            results.append((policy.logprobs(batch), [(row["loss"], row["grad_norm"]) for row in rows]))
+    for logprobs, steps in results[1:]:
+        close_to(logprobs, results[0][0], rtol=1e-4)
+        assert np.ravel(steps) == pytest.approx(np.ravel(results[0][1]), rel=1e-4, abs=1e-5)
+    assert max(float(np.abs(a - b).max()) for a, b in zip(own, results[0][0], strict=True)) > 1e-3

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from omnifleet_trainer.objectives.logprobs import hidden_logprobs, token_logprobs
-from omnifleet_trainer.objectives.routing import replayed_gates, replaying
+from omnifleet_trainer.objectives.routing import replayed_gates, replayed_sigmoid_gates, replaying
 
 
 def operands(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,6 +82,10 @@ def test_replayed_gates_by_hand() -> None:
     assert replayed_gates(logits, torch.tensor([[3, 0]]))[0].tolist() == pytest.approx([8 / 9, 1 / 9])
     shares = replayed_gates(logits, torch.tensor([[3, 0]]), normalised=False)
     assert shares[0].tolist() == pytest.approx([8 / 15, 1 / 15])
+    apart = replayed_sigmoid_gates(logits, torch.tensor([[3, 0]]), scale=2.0)  # σ(log x) = x / (1 + x)
+    assert apart[0].tolist() == pytest.approx([2 * (8 / 9) / (8 / 9 + 1 / 2), 2 * (1 / 2) / (8 / 9 + 1 / 2)])
+    alone = replayed_sigmoid_gates(logits, torch.tensor([[3, 0]]), normalised=False)
+    assert alone[0].tolist() == pytest.approx([8 / 9, 1 / 2])
 
 
 def test_replaying_a_models_own_choice_changes_nothing_and_another_does(mixture: Any) -> None:

@@ -19,6 +19,7 @@ from omnifleet_trainer.objectives.routing import replaying
 _ROUTERS = frozenset(
     {
         "MixtralTopKRouter",
+        "NemotronHTopkRouter",
         "OlmoeTopKRouter",
         "Qwen2MoeTopKRouter",
         "Qwen3MoeTopKRouter",
@@ -28,9 +29,10 @@ _ROUTERS = frozenset(
         "Qwen3_5MoeTopKRouter",
     }
 )
-"""Of transformers 5.18: softmax over all experts, then the best k; forward returns (logits, gates, experts)."""
+"""Of transformers 5.18; forward returns (logits, gates, experts)."""
 _FAMILIES = (
     "mixtral",
+    "nemotron_h_omni",
     "olmoe",
     "qwen2_moe",
     "qwen3_moe",
@@ -39,7 +41,7 @@ _FAMILIES = (
     "qwen3_vl_moe",
     "qwen3_5_moe",
 )
-_OF_BACKEND = {"automodel": _FAMILIES, "megatron": ("qwen3_vl_moe",)}
+_OF_BACKEND = {"automodel": _FAMILIES, "megatron": ("nemotron_h_omni", "qwen3_vl_moe")}
 
 
 def check_replayable(model: Path, backend: str = "automodel") -> None:
