@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -127,17 +127,18 @@ def test_layers_of_automodel_that_recompute_route_as_they_did(
 def test_what_is_of_another_model_is_refused_and_other_models_are_left_alone(source: Path) -> None:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    other = RouterReplay()  # type: ignore[no-untyped-call]
+    other = RouterReplay()
     other.set_target_indices(torch.zeros(3, 2, dtype=torch.int64))
     other.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     known = list(RouterReplay.global_router_replay_instances)
     with policy_of(source, "megatron") as policy:
         expected = policy.logprobs(batch_for(source))
-        for spoil, words in (
+        cases: list[tuple[Callable[[Any], Any], str]] = [
             (lambda experts: experts[:, :1], "1 mixture layers, the trainer's model has 2"),
             (lambda experts: experts[..., :1], "to 1 experts"),
             (lambda experts: experts + 2, "up to number 5"),
-        ):
+        ]
+        for spoil, words in cases:
             batch = batch_of(source)
             for sample in batch.samples:
                 sample.experts = None if sample.experts is None else spoil(sample.experts)
@@ -185,7 +186,12 @@ def test_a_hybrid_routes_in_either_backend_as_an_engine_said_of_all_its_layers(t
         draws = random.random((sample.length - 1, len(MIXED), text["n_routed_experts"]))
         sample.experts = draws.argsort(-1)[..., : text["num_experts_per_tok"]]
     results = []
-    for make, changes in ((AutoModelPolicy, {}), (MegatronPolicy, {}), (MegatronPolicy, {"packing": False})):
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        (AutoModelPolicy, {}),
+        (MegatronPolicy, {}),
+        (MegatronPolicy, {"packing": False}),
+    ]
+    for make, changes in ways:
         with closing(nemotron(make, source, **changes)) as policy:
             own = policy.logprobs(nemotron_batch(source))
             rows = [policy.train(batch) for _ in range(2)]
