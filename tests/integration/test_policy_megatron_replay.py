@@ -125,36 +125,35 @@ def test_layers_of_automodel_that_recompute_route_as_they_did(
 
 
 def test_what_is_of_another_model_is_refused_and_other_models_are_left_alone(source: Path) -> None:
-    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    other = RouterReplay()
-    other.set_target_indices(torch.zeros(3, 2, dtype=torch.int64))
-    other.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    known = list(RouterReplay.global_router_replay_instances)
+    cases: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda experts: experts[:, :1], "1 mixture layers, the trainer's model has 2"),
+        (lambda experts: experts[..., :1], "to 1 experts"),
+        (lambda experts: experts + 2, "up to number 5"),
+    ]
     with policy_of(source, "megatron") as policy:
-        expected = policy.logprobs(batch_for(source))
-        cases: list[tuple[Callable[[Any], Any], str]] = [
-            (lambda experts: experts[:, :1], "1 mixture layers, the trainer's model has 2"),
-            (lambda experts: experts[..., :1], "to 1 experts"),
-            (lambda experts: experts + 2, "up to number 5"),
-        ]
-        for spoil, words in cases:
-            batch = batch_of(source)
-            for sample in batch.samples:
-                sample.experts = None if sample.experts is None else spoil(sample.experts)
-            with pytest.raises(OmnifleetError, match=words) as refused:
-                policy.logprobs(batch)
-            assert refused.value.reason is Reason.INVALID_REQUEST
-        policy.logprobs(batch_of(source))
-        for ours, before in zip(policy.logprobs(batch_for(source)), expected, strict=True):
-            np.testing.assert_array_equal(ours, before)
-    assert RouterReplay.global_router_replay_instances == known
-    assert (
-        other.router_replay_action is RouterReplayAction.REPLAY_FORWARD
-        and len(other.replay_backward_list) == 1
-    )
-    known.remove(other)
-    RouterReplay.global_router_replay_instances[:] = known
+        from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+        known = list(RouterReplay.global_router_replay_instances)
+        other = RouterReplay()
+        other.set_target_indices(torch.zeros(3, 2, dtype=torch.int64))
+        other.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        try:
+            expected = policy.logprobs(batch_for(source))
+            for spoil, words in cases:
+                batch = batch_of(source)
+                for sample in batch.samples:
+                    sample.experts = None if sample.experts is None else spoil(sample.experts)
+                with pytest.raises(OmnifleetError, match=words) as refused:
+                    policy.logprobs(batch)
+                assert refused.value.reason is Reason.INVALID_REQUEST
+            policy.logprobs(batch_of(source))
+            for ours, before in zip(policy.logprobs(batch_for(source)), expected, strict=True):
+                np.testing.assert_array_equal(ours, before)
+            assert RouterReplay.global_router_replay_instances == [*known, other]
+            assert other.router_replay_action is RouterReplayAction.REPLAY_FORWARD
+            assert len(other.replay_backward_list) == 1
+        finally:
+            RouterReplay.global_router_replay_instances[:] = known
 
 
 def test_a_dense_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
