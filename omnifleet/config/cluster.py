@@ -145,12 +145,12 @@ def _these(cluster: ClusterConfig) -> str:
     return f"({cluster.policy_nodes} x {cluster.gpus_per_node}{kept})"
 
 
-def not_there(cluster: ClusterConfig) -> Iterator[str]:
-    """What a run on this cluster would need and this release does not have; a plan may still be looked at."""
-    if cluster.policy_nodes > 1:
+def unsaid(cluster: ClusterConfig, nodes: int) -> Iterator[str]:
+    """What a run on this cluster is to say itself, and a plan need not. nodes: `trainer.parallel.nodes`."""
+    if cluster.policy_nodes != nodes:
         yield (
-            f"the policy's ranks are processes of one node, not of {cluster.policy_nodes}: lower cluster.nodes - "
-            "cluster.generation_nodes to 1"
+            f"the cluster gives the policy {cluster.policy_nodes} node(s), trainer.parallel.nodes says {nodes}: set it so, or "
+            "change cluster.nodes or cluster.generation_nodes"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, model_validator
 
 from omnifleet.config.base import PLAN, StrictModel, is_plan
-from omnifleet.config.cluster import ClusterConfig, Split, filled, not_there, problems
+from omnifleet.config.cluster import ClusterConfig, Split, filled, problems, unsaid
 from omnifleet.config.data import DataConfig, ScorerConfig, SplitConfig
 from omnifleet.config.evaluation import EvaluationConfig
 from omnifleet.config.fit import CHECKS, check_backend
@@ -108,7 +108,7 @@ class Recipe(StrictModel):
             return self
         dp, engines = self.trainer.parallel.dp, self.rollout.workers
         found = list(problems(self.cluster, self._split(), dp=dp, engines=engines, turns=self.colocated))
-        found += [] if is_plan(info) else not_there(self.cluster)
+        found += [] if is_plan(info) else unsaid(self.cluster, self.trainer.parallel.nodes)
         if found:
             raise ValueError("; ".join(found))
         return self

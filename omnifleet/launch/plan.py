@@ -35,9 +35,23 @@ def service_spec(run_dir: Path, service: str, *, as_json: bool = False, gpus: in
 
 
 def trainer_gpus(recipe: Recipe) -> int:
-    """GPUs of the trainer's own: one a rank where engines are on GPUs too and do not take turns with it."""
+    """GPUs of the trainer's own, on its node: one a rank where engines are on GPUs too and do not take turns with it."""
     apart = not recipe.colocated and recipe.rollout.engine.kv_cache_memory_bytes is None
-    return recipe.trainer.parallel.world if apart and recipe.cluster is not None else 0
+    parallel = recipe.trainer.parallel
+    return parallel.world // parallel.nodes if apart and recipe.cluster is not None else 0
+
+
+def follower_specs(run_dir: Path, recipe: Recipe, *, as_json: bool = False) -> list[ProcessSpec]:
+    """Commands of the policy's other nodes, one each, with as many GPUs as the trainer's."""
+    gpus = trainer_gpus(recipe)
+    specs = []
+    for node in range(1, recipe.trainer.parallel.nodes):
+        name = f"policy-node-{node}"
+        command = [*_omnifleet(), "trainer", "follow", "--run-dir", str(run_dir), "--node", str(node)]
+        resources = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
+        log = run_dir / "logs" / f"{name}.log"
+        specs.append(ProcessSpec(name, command + _log_flag(as_json), {}, log, resources))
+    return specs
 
 
 def worker_spec(

@@ -23,7 +23,14 @@ from omnifleet.auth import Scope
 from omnifleet.client.fleet import FleetClient
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError
-from omnifleet.launch.plan import ORDER, newest_weights, service_spec, trainer_gpus, worker_spec
+from omnifleet.launch.plan import (
+    ORDER,
+    follower_specs,
+    newest_weights,
+    service_spec,
+    trainer_gpus,
+    worker_spec,
+)
 from omnifleet.launch.port import Handle, Launcher, ProcessSpec
 from omnifleet.service import TYPED_EXIT, load_tokens, read_records
 from omnifleet.types import WorkerState
@@ -172,9 +179,11 @@ class Supervisor:
             self._services["trainer"] = self._start(
                 service_spec(self._run_dir, "trainer", as_json=self._as_json, gpus=trainer_gpus(self._recipe))
             )
+            for spec in follower_specs(self._run_dir, self._recipe, as_json=self._as_json):
+                self._services[spec.name] = self._start(spec)
         elif not wanted and trainer is not None:
-            trainer.handle.stop(_STOP_GRACE_S)
-            del self._services["trainer"]
+            for watched in self._pop_policy():
+                watched.handle.stop(_STOP_GRACE_S)
 
     async def _follow_fleet(self) -> None:
         """Start workers until as many live as the registry desires; draining ones leave by themselves."""
@@ -262,8 +271,7 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         """Trainer first, then workers side by side, then the services in reverse order."""
-        trainer = self._services.pop("trainer", None)
-        order = [[trainer] if trainer else [], list(self._workers.values())]
+        order = [[watched] for watched in self._pop_policy()] + [list(self._workers.values())]
         order += [[self._services[name]] for name in reversed(ORDER) if name in self._services]
         for together in order:
             await asyncio.gather(*(asyncio.to_thread(w.handle.stop, _STOP_GRACE_S) for w in together))
@@ -271,6 +279,11 @@ class Supervisor:
                 _drop_record(self._run_dir, watched.spec.name)
         await self._closing.aclose()
         self._write_state("stopped" if not self.failure else "failed")
+
+    def _pop_policy(self) -> list[Watched]:
+        """The trainer, and after it its policy's other nodes."""
+        names = [name for name in self._services if name not in ORDER]
+        return [self._services.pop(name) for name in names]
 
     def _write_state(self, state: str) -> None:
         body: dict[str, Any] = {"pid": os.getpid(), "state": state, "failure": self.failure, "processes": []}

@@ -201,8 +201,9 @@ def test_engines_that_share_gpus_take_turns(overrides: tuple[str, ...], words: s
     assert words in caught.value.message
 
 
-def test_a_policy_of_several_nodes_is_a_plan_only() -> None:
+def test_a_policy_of_several_nodes_is_said_to_be_one() -> None:
     overrides = ("cluster={nodes: 3, gpus_per_node: 1, generation_nodes: 1}",)
-    with pytest.raises(OmnifleetError, match="processes of one node, not of 2"):
+    with pytest.raises(OmnifleetError, match="gives the policy 2 node"):
         load_recipe("h200-tiny", overrides)
     assert load_recipe("h200-tiny", overrides, plan=True).trainer.parallel.dp == 2
+    assert load_recipe("h200-tiny", (*overrides, "trainer.parallel.nodes=2")).trainer.parallel.world == 2

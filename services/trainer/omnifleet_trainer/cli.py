@@ -17,7 +17,7 @@ RunDir = Annotated[Path, typer.Option(help="Run folder: recipe, tokens, ledger, 
 
 @app.callback()
 def root() -> None:
-    """Keeps `serve` a command of its own, also while it is the only one."""
+    """Commands have names of their own."""
 
 
 @app.command()
@@ -79,3 +79,36 @@ def serve(
         # 1: starting it again may help, 2: it cannot
         raise typer.Exit(1 if error.retryable else 2) from None
     raise typer.Exit(status)
+
+
+@app.command()
+def follow(
+    run_dir: RunDir,
+    node: Annotated[
+        int, typer.Option(min=1, help="Number of this node among those of the policy; the trainer's is 0.")
+    ],
+    log_json: Annotated[bool, typer.Option("--log-json", help="Logs as one JSON object a line.")] = False,
+) -> None:
+    """Be this node's ranks of a policy on several nodes, of one life of the trainer after another, until SIGTERM."""
+    import signal
+    import threading
+
+    from omnifleet.auth import Scope
+    from omnifleet.config.recipe import AuthConfig
+    from omnifleet.config.trainer import TrainerConfig
+    from omnifleet.service import load_section, load_tokens
+    from omnifleet.telemetry.logs import set_up_logs
+    from omnifleet_trainer.policy.nodes import Meeting
+    from omnifleet_trainer.policy.nodes import follow as follow_worlds
+
+    set_up_logs("trainer", as_json=log_json)
+    parallel = load_section(run_dir, "trainer", TrainerConfig).parallel
+    if node >= parallel.nodes:
+        raise typer.BadParameter(f"the policy has {parallel.nodes} node(s), the last is {parallel.nodes - 1}")
+    share = parallel.world // parallel.nodes
+    tokens = load_tokens(run_dir, load_section(run_dir, "auth", AuthConfig).tokens_file)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    meeting = Meeting(run_dir, tokens.secret(Scope.SERVICE))
+    follow_worlds(meeting, range(node * share, (node + 1) * share), stopped)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from omnifleet.auth import Scope
 from omnifleet.config.recipe import Recipe
 from omnifleet_trainer.policy.port import Policy
+
+if TYPE_CHECKING:
+    from omnifleet_trainer.policy.nodes import Meeting
 
 
 def open_policy(recipe: Recipe, source: Path, *, run_dir: Path | None = None) -> Policy:
@@ -28,4 +33,14 @@ def open_policy(recipe: Recipe, source: Path, *, run_dir: Path | None = None) ->
     plots = None if run_dir is None else MismatchPlots(run_dir / "mismatch")
     if recipe.trainer.parallel.world == 1:
         return open_rank(job, ALONE, on_mismatch=plots)
-    return WorldPolicy(job, on_mismatch=plots)
+    return WorldPolicy(job, on_mismatch=plots, meeting=_meeting(recipe, run_dir))
+
+
+def _meeting(recipe: Recipe, run_dir: Path | None) -> Meeting | None:
+    from omnifleet.service import load_tokens
+    from omnifleet_trainer.policy.nodes import Meeting
+
+    if run_dir is None:
+        return None
+    secret = load_tokens(run_dir, recipe.auth.tokens_file).secret(Scope.SERVICE)
+    return Meeting(run_dir, secret, recipe.trainer.parallel.host)

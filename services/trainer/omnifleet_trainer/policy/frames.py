@@ -1,4 +1,4 @@
-"""Messages between a policy's processes: JSON and bytes, over pipes."""
+"""Messages between a policy's processes: JSON and bytes, over pipes and sockets."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ def send(stream: BinaryIO, body: dict[str, Any], payload: bytes = b"") -> None:
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """The next message, None at the end of the stream. Raises ValueError for what is no message."""
+def receive(stream: BinaryIO, *, most: int = _MAX_PAYLOAD) -> tuple[dict[str, Any], bytes] | None:
+    """The next message, None at the end of the stream. Raises ValueError for what is no message, or of more than `most`
+    bytes."""
     head = stream.read(12)
     if len(head) < 12:
         return None
     size, payload = int.from_bytes(head[:4], "little"), int.from_bytes(head[4:], "little")
-    if size > _MAX_HEADER or payload > _MAX_PAYLOAD:
+    if size > min(_MAX_HEADER, most) or payload > most:
         raise ValueError(f"a message of {size} + {payload} bytes")
     text, data = stream.read(size), stream.read(payload)
     if len(text) < size or len(data) < payload:

@@ -15,12 +15,19 @@ from omnifleet.errors import OmnifleetError, Reason
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands. port: of the rendezvous on this host. Collectives fail after timeout_s."""
+    """Where a rank stands. host, port: of the rendezvous. Collectives fail after timeout_s. per_node: ranks of one node."""
 
     rank: int
     world: int
     port: int
     timeout_s: float
+    host: str = "127.0.0.1"
+    per_node: int = 1
+
+    @property
+    def device(self) -> int:
+        """Its GPU, where there are some."""
+        return self.rank % self.per_node
 
 
 ALONE = Place(rank=0, world=1, port=0, timeout_s=600.0)
@@ -30,7 +37,7 @@ ALONE = Place(rank=0, world=1, port=0, timeout_s=600.0)
 def start_group(place: Place, store: Store | None = None) -> bool:
     """Join the default process group; True if it was made here (a world of one is content with one that exists).
 
-    store: of the rank that keeps the rendezvous. On a GPU machine rank r takes GPU r. Raises OmnifleetError(CONFLICT).
+    store: of the rank that keeps the rendezvous. On a GPU machine the r-th rank takes GPU r. Raises OmnifleetError(CONFLICT).
     """
     if dist.is_initialized():
         if place.world == dist.get_world_size() == 1:
@@ -44,11 +51,11 @@ def start_group(place: Place, store: Store | None = None) -> bool:
     if place.world == 1:
         store = HashStore()
     elif torch.cuda.is_available():
-        torch.cuda.set_device(place.rank)
+        torch.cuda.set_device(place.device)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
         backend,
-        store=store or rendezvous(place.world, port=place.port, timeout_s=place.timeout_s),
+        store=store or rendezvous(place.world, host=place.host, port=place.port, timeout_s=place.timeout_s),
         rank=place.rank,
         world_size=place.world,
         timeout=timeout,
@@ -66,10 +73,10 @@ def _forget_meshes() -> None:
             clear()
 
 
-def rendezvous(world: int, *, port: int = 0, timeout_s: float) -> TCPStore:
-    """Where ranks of this host meet: port 0 keeps a new one, another joins the one that is kept there."""
+def rendezvous(world: int, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float) -> TCPStore:
+    """Where ranks meet: port 0 keeps a new one, another joins the one that is kept there."""
     return TCPStore(
-        "127.0.0.1",
+        host,
         port,
         world,
         is_master=port == 0,

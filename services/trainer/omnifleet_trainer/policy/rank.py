@@ -79,13 +79,13 @@ class RankPolicy(ABC):
         self._place, self._peers = place, ALONE
         threads = trainer.threads
         if threads is None and place.world > 1:  # else every rank takes all of them
-            threads = max((os.cpu_count() or 1) // place.world, 1)
+            threads = max((os.cpu_count() or 1) // place.per_node, 1)
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device(
-                "cuda", place.rank if place.world > 1 else torch.cuda.current_device()
+                "cuda", place.device if place.world > 1 else torch.cuda.current_device()
             )
 
     @abstractmethod

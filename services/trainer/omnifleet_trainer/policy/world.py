@@ -1,4 +1,5 @@
-"""A policy of many ranks: this process is the first, the others are processes that it starts and that end with it.
+"""A policy of many ranks: this process is the first, the others are processes that it starts and that end with it, or that
+come from other nodes (nodes.py).
 
 Ranks are equal: each builds the same backend and makes the same calls, and they meet inside them (torch.distributed).
 The first tells the others which call comes next, and gives each the samples and pixels that it trains. When one is lost
@@ -20,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from omnifleet.config.parallel import ParallelConfig
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.batch.shares import shard, shares, updates_of
 from omnifleet_trainer.batch.wire import encode
@@ -37,6 +38,7 @@ from omnifleet_trainer.policy.frames import receive, send
 from omnifleet_trainer.policy.group import Place, rendezvous
 from omnifleet_trainer.policy.job import Job, open_rank
 from omnifleet_trainer.policy.mismatch import OnMismatch
+from omnifleet_trainer.policy.nodes import Door, Meeting, Remote
 from omnifleet_trainer.policy.peers import Agreed
 from omnifleet_trainer.policy.sharing import SharingFollowers
 
@@ -50,11 +52,24 @@ class WorldPolicy:
     """`Policy` over `job.trainer.parallel.world` ranks. Raises what a rank raises, and OmnifleetError(UNAVAILABLE,
     retryable) once a rank is lost."""
 
-    def __init__(self, job: Job, *, on_mismatch: OnMismatch | None = None) -> None:
+    def __init__(
+        self, job: Job, *, on_mismatch: OnMismatch | None = None, meeting: Meeting | None = None
+    ) -> None:
+        """meeting: needed where ranks live on several nodes."""
         self._job, self._parallel = job, job.trainer.parallel
-        store = rendezvous(self._parallel.world, timeout_s=self._parallel.timeout_s)
-        first = Place(0, self._parallel.world, store.port, self._parallel.timeout_s)
-        self._world = Followers(job, first, tells_mismatches=on_mismatch is not None)
+        world, timeout_s = self._parallel.world, self._parallel.timeout_s
+        host = "127.0.0.1"
+        if self._parallel.nodes > 1:
+            if meeting is None:
+                raise invalid(
+                    "a policy on several nodes needs a run's folder to meet in",
+                    knob="trainer.parallel.nodes",
+                    reason=Reason.INVALID_CONFIG,
+                )
+            host = meeting.address()
+        store = rendezvous(world, host=host, timeout_s=timeout_s)
+        first = Place(0, world, store.port, timeout_s, host, world // self._parallel.nodes)
+        self._world = Followers(job, first, tells_mismatches=on_mismatch is not None, meeting=meeting)
         try:
             self._rank = self._world.along(
                 self._world.opened, lambda: open_rank(job, first, store, on_mismatch)
@@ -166,15 +181,28 @@ class Call:
 class Followers:
     """The other processes: what they are told, what they answer, and that none is lost unseen."""
 
-    def __init__(self, job: Job, first: Place, *, tells_mismatches: bool) -> None:
+    def __init__(
+        self, job: Job, first: Place, *, tells_mismatches: bool, meeting: Meeting | None = None
+    ) -> None:
         self._timeout_s = first.timeout_s
         self._ids, self._lock = itertools.count(), threading.Lock()
         self._calls: dict[int, Call] = {}
         self._lost: OmnifleetError | None = None
         self._busy = self.closed = False
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for _ in range(1, first.world):
+        self._processes: list[subprocess.Popen[bytes] | Remote] = []
+        self._door: Door | None = None
+        for _ in range(1, first.per_node):
             self._processes.append(_start())
+        if first.per_node < first.world:
+            assert meeting is not None
+            self._door = Door(meeting)
+            ranks = range(first.per_node, first.world)
+            try:
+                found = self._door.admitted(ranks, first.timeout_s)
+            except BaseException:
+                self.kill()
+                raise
+            self._processes += [found[rank] for rank in ranks]
         for i in range(len(self._processes)):
             threading.Thread(target=self._listen, args=(i,), name=f"rank-{i + 1}", daemon=True).start()
         opening = {"job": job.to_json(), "tells_mismatches": tells_mismatches}
@@ -280,6 +308,8 @@ class Followers:
                         stream.close()
                     except OSError:  # what was never read by the one who died
                         log.debug("a pipe to a rank that is gone had bytes left")
+        if self._door is not None:
+            self._door.close()
 
     def _send(
         self, name: str, shared: dict[str, Any], own: Sequence[Mapping[str, Any]], payloads: list[bytes]
@@ -300,7 +330,7 @@ class Followers:
         """Answers of one follower until it goes; then the world is broken, unless it is closed."""
         process = self._processes[i]
         told = ""
-        while (message := receive(process.stdout)) is not None:  # type: ignore[arg-type]
+        while (message := _next(process.stdout)) is not None:  # type: ignore[arg-type]
             body, _ = message
             if not body["sound"]:
                 told = body["error"]["message"]
@@ -309,6 +339,8 @@ class Followers:
                 call = self._calls.get(body["id"])
             if call is not None:
                 call.answers[i].set_result(str(body["told"]))
+        if isinstance(process, Remote):
+            process.ended()
         status = process.wait()
         if not self.closed:
             why = told or f"it ended with status {status}"
@@ -328,6 +360,8 @@ class Followers:
                 answer.set_exception(self._lost)
         for process in self._processes:
             process.kill()
+        if self._door is not None:
+            self._door.close()
         if self._busy and torch.cuda.is_available():
             threading.Thread(target=self._unblock, name="unblock", daemon=True).start()
 
@@ -352,6 +386,14 @@ class Followers:
 def _earlier(error: BaseException) -> bool:
     """Whether this rank's own failure is the cause, not that another has gone."""
     return isinstance(error, OmnifleetError | KeyboardInterrupt | MemoryError)
+
+
+def _next(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
+    """The next answer; None if whoever gave them is gone."""
+    try:
+        return receive(stream)
+    except OSError:
+        return None
 
 
 def _start() -> subprocess.Popen[bytes]:
