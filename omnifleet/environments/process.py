@@ -18,7 +18,7 @@ import httpx
 
 from omnifleet.environments.codec import frame, order_from_json, played_to_json, read_frame
 from omnifleet.environments.environment import Environment, load_environment
-from omnifleet.environments.outcome import Crashed
+from omnifleet.environments.outcome import Crashed, Lost
 from omnifleet.environments.play import Played, play
 from omnifleet.errors import OmnifleetError
 
@@ -65,7 +65,9 @@ class Stage:
     def _answer(number: int, played: Played) -> bytes:
         try:
             return frame({"played": number, **played_to_json(played)})
-        except (OmnifleetError, ValueError, TypeError) as error:
+        except OmnifleetError as error:
+            return frame({"played": number, **played_to_json(Played(Lost(error)))})
+        except (ValueError, TypeError) as error:
             return frame(
                 {"played": number, **played_to_json(Played(Crashed(f"its outcome: {error}"[:2000])))}
             )

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load
 
 from omnifleet.config.recipe import ObjectiveConfig
-from omnifleet.environments import Environment, Lost, Outcome, Scored, Session, Task
+from omnifleet.environments import Environment, Lost, Outcome, Scored, Session, Task, codec, process
 from omnifleet.environments.codec import order_from_json, order_to_json, played_from_json, played_to_json
 from omnifleet.environments.episode import following, join_turns
 from omnifleet.environments.play import Order, Played, play
@@ -192,3 +192,13 @@ async def test_a_reply_whose_extras_are_no_base64_is_lost() -> None:
     order = Order("gym", Task("t", "x"), Identity("run"), Sampling(), VersionBound(), 60.0, extras=BOTH.names)
     result = await asyncio.wait_for(played(order, Broken()), 60)
     assert isinstance(result.outcome, Lost) and result.outcome.error.reason is Reason.CORRUPT
+
+
+def test_an_episode_too_large_for_a_frame_is_no_crash_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = join_turns(turns_of())
+    monkeypatch.setattr(codec, "LIMIT_BYTES", 400)
+    data = process.Stage._answer(1, Played(Scored(1.0), whole))
+    back = played_from_json(json.loads(data[4:]))
+    assert isinstance(back.outcome, Lost) and back.outcome.error.reason is Reason.LIMIT_EXCEEDED
