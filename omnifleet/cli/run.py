@@ -25,9 +25,9 @@ from omnifleet.config.cluster import ClusterConfig
 from omnifleet.config.recipe import UNTAUGHT, Recipe
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.local import wait_gone
-from omnifleet.launch.plan import ORDER, newest_weights, prepare_run
+from omnifleet.launch.plan import ORDER, check_unchanged, newest_weights, prepare_run
 from omnifleet.launch.port import Launcher
-from omnifleet.launch.supervisor import last_line, read_state, want
+from omnifleet.launch.supervisor import last_line, read_state, read_wanted, want
 from omnifleet.report.records import read_mapping
 from omnifleet.service import read_records
 
@@ -92,6 +92,9 @@ def start_services(
     recipe: Recipe, *, as_json: bool = False, launcher: str = "local", engine: str = "vllm"
 ) -> Path:
     """Bring up the run's services (a supervisor in the background tends them) and wait until workers can serve."""
+    if is_up(recipe.run_dir):
+        running = recipe.run_dir.resolve()
+        check_unchanged(run_recipe(running), recipe, training=bool(read_wanted(running).get("train")))
     run_dir = prepare_run(recipe)
     if not is_up(run_dir):
         said = [
@@ -266,7 +269,8 @@ def _outcome(run_dir: Path) -> str:
         f"{summary['steps']} steps, held-out reward {summary['heldout_start']:.3f} → {summary['heldout_end']:.3f}, "
         f"{ledger['consumed']} samples trained, {ledger['consumed_twice']} twice\n"
         f"weights {newest_weights(run_dir) or 'none'}\n"
-        f"next: omnifleet ledger replay --step {summary['steps']}   |   omnifleet up (serves these weights)"
+        f"next: omnifleet ledger replay --step {summary['steps']} --run {run_dir.name}   |   "
+        f"omnifleet up {run_dir / 'recipe.yaml'} (serves these weights)"
     )
 
 

@@ -17,6 +17,10 @@ RunOption = Annotated[
 ]
 
 
+CONTROL = "-control"
+"""End of the name of a run that another is compared with."""
+
+
 def find_run(name: str) -> Path:
     """The run's folder. Raises INVALID_REQUEST with what would help."""
     if name:
@@ -25,6 +29,9 @@ def find_run(name: str) -> Path:
                 return candidate.resolve()
         raise invalid(f"no run {name!r}: neither ./{name} nor ./runs/{name} has a recipe.yaml", knob="--run")
     runs = sorted(Path("runs").glob("*/recipe.yaml"), key=lambda p: p.stat().st_mtime, reverse=True)
+    runs.sort(
+        key=lambda p: p.parent.name.endswith(CONTROL)
+    )  # the demo's is newer than the demo, and nobody means it
     up = [p.parent for p in runs if is_up(p.parent)]
     if up:
         return up[0].resolve()

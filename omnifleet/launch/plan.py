@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from omnifleet.config.load import dump_recipe
 from omnifleet.config.recipe import Recipe
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.port import ProcessSpec
 from omnifleet.service import load_tokens
 
@@ -23,6 +26,41 @@ def prepare_run(recipe: Recipe) -> Path:
     scratch.replace(run_dir / "recipe.yaml")
     load_tokens(run_dir, recipe.auth.tokens_file)
     return run_dir
+
+
+_TRAINERS = frozenset(("data", "evaluation", "metrics", "objective", "reward", "sampling", "trainer"))
+"""Sections of a recipe that only the trainer reads, at its start."""
+
+
+def check_unchanged(running: Recipe, asked: Recipe, *, training: bool) -> None:
+    """What a run that is up was started with, against what is asked of it now; what only a trainer reads may change until one runs.
+
+    Raises OmnifleetError(CONFLICT) with the fields that differ.
+    """
+    was, now = _fields(running.model_dump(mode="json")), _fields(asked.model_dump(mode="json"))
+    differ = [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
+    bound = [name for name in differ if training or name.partition(".")[0] not in _TRAINERS]
+    if not bound:
+        return
+    shown = ", ".join(f"{name} is {was.get(name)}, asked {now.get(name)}" for name in bound[:3])
+    more = f" and {len(bound) - 3} more" if len(bound) > 3 else ""
+    name = running.run.name
+    raise OmnifleetError(
+        Reason.CONFLICT,
+        f"run {name} is up with other settings: {shown}{more}; `omnifleet down --run {name}` ends it, run.name=NAME starts another",
+        knob=bound[0],
+    )
+
+
+def _fields(body: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value."""
+    found: dict[str, Any] = {}
+    for key, value in body.items():
+        inner = (
+            _fields(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        )
+        found |= inner
+    return found
 
 
 def service_spec(run_dir: Path, service: str, *, as_json: bool = False, gpus: int = 0) -> ProcessSpec:
