@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from omnifleet.address import token_digest
 from omnifleet.config.load import load_recipe
-from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.loop.batches import AdvantageRule
 from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from omnifleet_trainer.tiny.hybrid import write_hybrid
+from tests.integration.text_batch import as_sampled, batch_of
 
 pytestmark = [pytest.mark.heavy, pytest.mark.soak]
 
@@ -37,31 +35,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def batch_of(groups: int, size: int) -> StepBatch:
-    """Replies of 3 to 7 tokens, the last of each group cut; in each group the first half is right."""
-    random = np.random.default_rng(0)
-    samples = []
-    for g in range(groups):
-        prompt = random.integers(0, 300, 6).tolist()
-        for i in range(size):
-            reply = random.integers(0, 300, 3 + (g + i) % 5).tolist()
-            samples.append(
-                TrainingSample(
-                    trajectory_id=f"{g}/{i}",
-                    group_id=f"g{g}",
-                    prompt_token_ids=prompt,
-                    prompt_hash=token_digest(prompt),
-                    token_ids=reply,
-                    generation_logprobs=[-1.0] * len(reply),
-                    mask=[1] * len(reply),
-                    lag=[0] * len(reply),
-                    reward=float(i < size // 2),
-                    truncated=i == size - 1,
-                )
-            )
-    return StepBatch(samples, 1)
-
-
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_trains_two_steps(name: str, folders: dict[str, Path]) -> None:
     source = folders[load_recipe(f"twins/{name}").trainer.backend]
@@ -71,11 +44,8 @@ def test_a_twin_trains_two_steps(name: str, folders: dict[str, Path]) -> None:
     try:
         frozen = [pattern.removesuffix("*") for pattern in recipe.model.freeze]
         assert frozen and not any(weight.startswith(tuple(frozen)) for weight in policy.trainable_names())
-        batch = batch_of(trainer.prompts_per_step, trainer.generations_per_prompt)
-        for sample, values in zip(batch.samples, policy.logprobs(batch), strict=True):
-            sample.generation_logprobs = values.tolist()
-        for sample, advantage in zip(batch.samples, AdvantageRule(objective)(batch.samples), strict=True):
-            sample.advantage = advantage
+        batch = batch_of(trainer.prompts_per_step, trainer.generations_per_prompt, last_is_cut=True)
+        as_sampled(batch, policy, AdvantageRule(objective))
         whole = len(batch.samples)
         cut = trainer.prompts_per_step if objective.overlong_filtering else 0
         for step in range(2):
