@@ -25,6 +25,7 @@ from omnifleet_trainer.tiny.mixture import CHOSEN, EXPERTS, write_mixture
 from tests.integration.family_world import batch_for, close_to
 from tests.integration.nemotron_world import batch_for as nemotron_batch
 from tests.integration.rank_world import opened
+from tests.integration.test_policy_megatron_world import with_tower_heads
 from tests.integration.test_policy_nemotron_megatron import opened as nemotron
 
 pytestmark = pytest.mark.heavy
@@ -36,6 +37,7 @@ Found = tuple[list[Any], list[tuple[float, float]], dict[str, torch.Tensor]]
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron") / "mixture"
     write_mixture(folder, layers=LAYERS)
+    with_tower_heads(folder, 2)  # for two ranks to share
     return folder
 
 
