@@ -177,8 +177,13 @@ def test_each_rank_replays_its_own_tokens(
 
 
 @pytest.mark.soak
-def test_a_hybrid_routes_in_either_backend_as_an_engine_said_of_all_its_layers(tmp_path: Path) -> None:
-    """Sigmoid gates, a factor, a bias that takes part in the choice only; of four layers one routes."""
+def test_a_hybrid_routes_in_either_backend_as_an_engine_said_of_all_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sigmoid gates and a factor; of four layers one routes."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)  # megatron-core wants them alike of all models of a process
     source = tmp_path / "model"
     write_hybrid(source, pattern=MIXED)
     text = json.loads((source / "config.json").read_text())["text_config"]
