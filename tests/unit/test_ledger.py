@@ -14,6 +14,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Outcome
 from omnifleet_trainer.ledger import LedgerReader, PromptLease, SqliteLedger
 from omnifleet_trainer.ledger.codec import pack, unpack
+from omnifleet_trainer.ledger.port import CUT_OFF
 from tests.unit.ledger_samples import group_of
 
 
@@ -99,6 +100,11 @@ def test_faults_of_the_prompt_are_bounded_those_of_machines_are_not(ledger: Sqli
     assert ledger.fail_attempt(_lease(ledger), Outcome.UNSCORABLE, "no", limit=2)
     assert _lease(ledger).prompt_id == "p1"
     assert (ledger.counts().given_up, ledger.counts().failed) == (1, 12)
+
+
+def test_an_attempt_that_a_stop_cut_off_has_not_failed(ledger: SqliteLedger) -> None:
+    assert not ledger.fail_attempt(_lease(ledger), Outcome.INFRA_ERROR, CUT_OFF, limit=1)
+    assert ledger.counts().failed == 0 and ledger.counts().attempts == 1
 
 
 def test_a_stale_group_makes_its_prompt_pending_again(ledger: SqliteLedger) -> None:

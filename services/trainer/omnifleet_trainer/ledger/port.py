@@ -58,9 +58,14 @@ class Rollback:
     reclaimed: int
 
 
+CUT_OFF = "cancelled"
+"""Error of an attempt that a stop of the run cut off. It has not failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """The account. `consumed_twice` and `lost` must be 0; `voided` are consumptions undone by a rollback."""
+    """The account. `consumed_twice` and `lost` must be 0; `voided` are consumptions undone by a rollback. failed: attempts that
+    neither trained nor may yet, but for those that a stop of the run cut off."""
 
     prompts_leased: int
     attempts: int

@@ -12,7 +12,7 @@ from typing import Any
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.types import Identity, VersionSpan, WeightVersion
 from omnifleet_trainer.ledger.codec import unpack, unpack_span
-from omnifleet_trainer.ledger.port import LedgerCounts
+from omnifleet_trainer.ledger.port import CUT_OFF, LedgerCounts
 
 STATES = ("ready", "consumed", "expired")
 
@@ -29,7 +29,8 @@ _COUNTS = {
             WHERE c.voided_by IS NULL GROUP BY g.occurrence, t.sample HAVING times > 1)""",
     "voided": "SELECT count(*) FROM consumptions WHERE voided_by IS NOT NULL",
     "expired": "SELECT count(*) FROM groups WHERE state = 'expired'",
-    "failed": "SELECT count(*) FROM attempts WHERE outcome NOT IN ('scored', 'stale')",
+    # An attempt that a stop of the run cut off has not failed: its prompt is pending again.
+    "failed": f"SELECT count(*) FROM attempts WHERE outcome NOT IN ('scored', 'stale') AND error IS NOT '{CUT_OFF}'",
     "given_up": "SELECT count(*) FROM occurrences WHERE state = 'given_up'",
     "in_flight": "SELECT count(*) FROM leases",
     "pending": "SELECT count(*) FROM occurrences WHERE state = 'pending'",

@@ -12,6 +12,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import Group, Identity, Outcome, Sampling, VersionBound, WeightVersion
 from omnifleet_trainer.ledger import PromptLease
+from omnifleet_trainer.ledger.port import CUT_OFF
 from omnifleet_trainer.loop.admission import Admission
 from omnifleet_trainer.loop.buffer import ReadyBuffer
 from omnifleet_trainer.loop.failures import FATAL, RefusedSample, first_of, outcome_of, tries_of
@@ -79,7 +80,7 @@ class Rollouts:
             for lease in list(
                 self._out.values()
             ):  # a task that is cancelled before it began runs no code of its own
-                self._give_back(lease, Outcome.INFRA_ERROR, "cancelled", self._attempts_per_prompt)
+                self._give_back(lease, Outcome.INFRA_ERROR, CUT_OFF, self._attempts_per_prompt)
 
     async def _next_prompt(self) -> PromptLease:
         """A prompt, once there is one: all may be out just now, and one of them may yet come back."""
