@@ -37,10 +37,11 @@ quietly() {
 }
 
 find_python() {
-    local candidate
+    local candidate is_311='import sys; sys.exit(sys.version_info[:2] != (3, 11))'
     for candidate in "${OMNIFLEET_PYTHON:-}" python3.11 "$HOME"/.pyenv/versions/3.11*/bin/python3.11 python3; do
-        if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-            command -v "$candidate"
+        # What an activated environment was made from: it may be the one that is about to be made anew.
+        if [ -n "$candidate" ] && "$candidate" -c "$is_311" 2>/dev/null; then
+            "$candidate" -c 'import sys; print(sys._base_executable)'
             return
         fi
     done
