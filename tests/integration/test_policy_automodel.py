@@ -367,7 +367,7 @@ def test_a_policy_that_does_not_open_leaves_no_group_behind(
 ) -> None:
     """Else a later policy of several ranks finds this process taken."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(automodel, "_build", fail)

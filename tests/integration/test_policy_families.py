@@ -152,7 +152,6 @@ def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
 @pytest.mark.parametrize(
     ("override", "mend"),
     [
-        ("trainer.dtype=bfloat16", "set trainer.dtype = float32"),
         ("trainer.logprob_chunk=8", "trainer.logprob_chunk: leave it out"),
         ("model.family=qwen2_vl", "set model.family = qwen2_5_vl"),
     ],

@@ -26,7 +26,7 @@ class Noting:
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[str, ...]) -> list[str]:
         self.calls.append(method)
-        return [json.dumps({"ok": {"tensors": 3}})]
+        return [json.dumps({"ok": {"tensors": 3, "needs": "all"}})]
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
         self.calls.append(f"prefix, running {reset_running_requests}")
