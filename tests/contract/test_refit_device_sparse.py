@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from omnifleet.auth import OPEN
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight, WeightVersion
-from omnifleet.wire import fleet_pb2_grpc, refit_pb2
+from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import UNVERIFIED, combined_checksum
-from omnifleet.wire.server import serving
 from omnifleet.wire.sparse import ENCODING
 from omnifleet_refit.fold import as_hex, fold
 from omnifleet_rollout.refit import filling as filling_module
@@ -24,12 +21,10 @@ from omnifleet_trainer.refit import snapshot as snapshot_module
 from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.snapshot import Shipment
-from tests.refit_registry import Registry
+from tests.refit_fleet import broadcasting
 from tests.refit_world import (
-    CPU,
     DEADLINE_S,
     MOVES,
-    Receiving,
     Sender,
     Tensors,
     receiving,
@@ -51,28 +46,6 @@ def few(step: int) -> Tensors:
     return weights
 
 
-@asynccontextmanager
-async def fleet(tmp_path: Path, workers: list[Receiving], **settings: Any) -> AsyncIterator[BroadcastSender]:
-    registry = Registry()
-    registry.workers = {worker.id: worker for worker in workers}
-
-    def register(server: object) -> None:
-        fleet_pb2_grpc.add_FleetServicer_to_server(registry, server)
-
-    async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(
-            serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0)
-        )
-        options = {
-            "run": "r",
-            "lineage": "l",
-            "device": CPU,
-            "host": "127.0.0.1",
-            "timeout_s": 20.0,
-        } | settings
-        yield await stack.enter_async_context(BroadcastSender.connect(address, "", **options))
-
-
 async def publish(sender: BroadcastSender, step: int) -> Any:
     return await sender.publish(step, iter(few(step).items()), MOVES, encoder_changed=False)
 
@@ -81,7 +54,7 @@ async def publish(sender: BroadcastSender, step: int) -> Any:
 async def test_few_values_cost_few_bytes_and_give_the_same_weights(tmp_path: Path, planned: bool) -> None:
     async with (
         receiving(write_checkpoint(tmp_path / "c"), 3, planned=planned, ranks=WHOLE) as workers,
-        fleet(tmp_path, workers) as sender,
+        broadcasting(workers) as sender,
     ):
         assert (await publish(sender, 0)).bytes >= len(tensors(0)) * ROW
         for step in range(1, 4):
@@ -103,11 +76,11 @@ async def test_workers_that_differ_get_the_buckets_that_all_of_them_can_take(tmp
             worker.id = id
         assert able.engine.facts.sparse and not unable.engine.facts.sparse, "half of q is not there"
         mistaken.engine._facts = able.engine.facts
-        async with fleet(tmp_path, [able, unable]) as sender:
+        async with broadcasting([able, unable]) as sender:
             await publish(sender, 0)
             assert (await publish(sender, 1)).bytes == 6 * ROW
             assert able.has(few(1)) and unable.has(few(1))
-        async with fleet(tmp_path, [able, mistaken], lineage="m") as sender:
+        async with broadcasting([able, mistaken], lineage="m") as sender:
             await publish(sender, 0)
             report = await publish(sender, 1)
             assert report.bytes == 2 * ROW and report.ok == ("able",)
@@ -115,7 +88,7 @@ async def test_workers_that_differ_get_the_buckets_that_all_of_them_can_take(tmp
             report = await publish(sender, 2)
             assert report.ok == ("able", "mistaken") and report.bytes > 2 * ROW, "it is sent none again"
             assert able.has(few(2)) and mistaken.has(few(2))
-        async with fleet(tmp_path, [able], lineage="off", sparse=False) as sender:
+        async with broadcasting([able], lineage="off", sparse=False) as sender:
             await publish(sender, 0)
             assert (await publish(sender, 1)).bytes == 6 * ROW and able.has(few(1))
 
@@ -127,7 +100,7 @@ async def test_without_room_to_compare_or_to_make_whole_the_buckets_are_sent(
         raise torch.OutOfMemoryError("a test said so")
 
     async with receiving(write_checkpoint(tmp_path / "c"), 2, ranks=WHOLE) as workers:
-        async with fleet(tmp_path, workers) as sender:
+        async with broadcasting(workers) as sender:
             await publish(sender, 0)
             with monkeypatch.context() as patch:
                 patch.setattr(snapshot_module, "make_step", no_room)
@@ -144,7 +117,7 @@ async def test_without_room_to_compare_or_to_make_whole_the_buckets_are_sent(
 
 async def test_a_worker_that_missed_a_version_is_sent_the_buckets_that_it_lacks(tmp_path: Path) -> None:
     async with receiving(write_checkpoint(tmp_path / "c"), 2, ranks=WHOLE) as workers:
-        async with fleet(tmp_path, workers) as sender:
+        async with broadcasting(workers) as sender:
             await publish(sender, 0)
             there, workers[1].address = workers[1].address, "127.0.0.1:1"
             assert (await publish(sender, 1)).ok == ("w0",)

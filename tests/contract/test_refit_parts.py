@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from omnifleet.auth import OPEN
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight, WeightVersion
-from omnifleet.wire import fleet_pb2_grpc, refit_pb2
+from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import combined_checksum
-from omnifleet.wire.server import serving
 from omnifleet_refit.fold import as_hex, fold
 from omnifleet_refit.windows import needs_of
 from omnifleet_rollout.refit import stager as stager_module
@@ -26,7 +23,7 @@ from omnifleet_trainer.refit.choice import Taker, choose
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.parts import Cut
 from tests import refit_world
-from tests.refit_registry import Registry
+from tests.refit_fleet import broadcasting
 from tests.refit_world import CPU, DEADLINE_S, MOVES, Receiving, Sender, receiving, tensors, write_checkpoint
 
 TWO = ((0, 2), (1, 2))
@@ -39,29 +36,6 @@ HIDDEN = 64
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of four rows of bytes, so that halves of them are worth sending."""
     monkeypatch.setattr(refit_world, "HIDDEN", HIDDEN)
-
-
-@asynccontextmanager
-async def fleet(workers: list[Receiving], **settings: Any) -> AsyncIterator[BroadcastSender]:
-    registry = Registry()
-    registry.workers = {worker.id: worker for worker in workers}
-
-    def register(server: object) -> None:
-        fleet_pb2_grpc.add_FleetServicer_to_server(registry, server)
-
-    async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(
-            serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0)
-        )
-        options = {
-            "run": "r",
-            "lineage": "l",
-            "device": CPU,
-            "host": "127.0.0.1",
-            "timeout_s": 20.0,
-            "device_bucket_bytes": 5 * ROW,
-        } | settings
-        yield await stack.enter_async_context(BroadcastSender.connect(address, "", **options))
 
 
 async def publish(sender: BroadcastSender, step: int) -> Any:
@@ -79,7 +53,7 @@ async def test_each_rank_takes_its_slices_and_holds_what_whole_tensors_give(tmp_
     async with (
         receiving(checkpoint, 3, ranks=TWO) as workers,
         receiving(checkpoint, 1, ranks=TWO) as (whole,),
-        fleet(workers) as sender,
+        broadcasting(workers, device_bucket_bytes=5 * ROW) as sender,
     ):
         other = Sender()
         for step in range(4):
@@ -101,7 +75,10 @@ async def test_each_rank_takes_its_slices_and_holds_what_whole_tensors_give(tmp_
 
 async def test_who_needs_everything_gets_it_whole_and_goes_in_slices_from_then_on(tmp_path: Path) -> None:
     checkpoint, plans = write_checkpoint(tmp_path / "c"), tmp_path / "plans"
-    async with receiving(checkpoint, 2, ranks=TWO, plans=plans) as workers, fleet(workers) as sender:
+    async with (
+        receiving(checkpoint, 2, ranks=TWO, plans=plans) as workers,
+        broadcasting(workers, device_bucket_bytes=5 * ROW) as sender,
+    ):
         for step in range(2):
             await publish(sender, step)
         there, workers[0].address = workers[0].address, "127.0.0.1:1"
@@ -111,7 +88,7 @@ async def test_who_needs_everything_gets_it_whole_and_goes_in_slices_from_then_o
         assert (await publish(sender, 3)).ok == ("w0", "w1"), "one of them had missed a version"
         assert all(worker.holds(3) and in_parts(worker) for worker in workers)
     async with receiving(checkpoint, 2, ranks=TWO, plans=plans) as workers:
-        async with fleet(workers, lineage="next") as sender:
+        async with broadcasting(workers, lineage="next", device_bucket_bytes=5 * ROW) as sender:
             seen = []
             for step in range(4, 6):
                 assert (await publish(sender, step)).ok == ("w0", "w1")
@@ -126,7 +103,10 @@ async def test_a_check_that_is_due_waits_for_whole_tensors_and_engines_that_diff
 ) -> None:
     checkpoint = write_checkpoint(tmp_path / "c")
     monkeypatch.setattr(stager_module, "CHECK_EVERY", 2)
-    async with receiving(checkpoint, 2, ranks=TWO) as workers, fleet(workers) as sender:
+    async with (
+        receiving(checkpoint, 2, ranks=TWO) as workers,
+        broadcasting(workers, device_bucket_bytes=5 * ROW) as sender,
+    ):
         for step in range(4):
             await publish(sender, step)
         assert all(in_parts(worker) for worker in workers)
@@ -140,7 +120,7 @@ async def test_a_check_that_is_due_waits_for_whole_tensors_and_engines_that_diff
         receiving(checkpoint, 1, ranks=((0, 1),)) as [one],
     ):
         one.id = "one"
-        async with fleet([two, one]) as sender:
+        async with broadcasting([two, one], device_bucket_bytes=5 * ROW) as sender:
             for step in range(2):
                 assert len((await publish(sender, step)).ok) == 2
                 assert not in_parts(two) and two.holds(step) and one.holds(step)

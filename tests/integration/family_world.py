@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omnifleet.address import token_digest
-from omnifleet.types import Digest, MediaKind, MediaRef
+from omnifleet.types import Digest, MediaKind
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.objectives.logprobs import token_logprobs
+from tests.integration.batch_sample import ith_sample
 
 GRIDS = {"a": (1, 4, 4), "b": (1, 4, 6), "c": (1, 4, 4), "v": (2, 4, 4)}
 MEDIA = ("a", "ab", "vbca", "av", "a", "")
@@ -54,22 +54,7 @@ def batch_for(source: Path, *, seed: int = 0) -> StepBatch:
         prompt += random.integers(0, 300, 3 + i).tolist()
         reply = random.integers(0, 300, 4 + 2 * (i % 3)).tolist()
         kinds = [MediaKind.VIDEO if key == "v" else MediaKind.IMAGE for key in keys]
-        samples.append(
-            TrainingSample(
-                trajectory_id=f"t{i}",
-                group_id=f"g{i // 2}",
-                prompt_token_ids=prompt,
-                prompt_hash=token_digest(prompt),
-                token_ids=reply,
-                generation_logprobs=[-5.0] * len(reply),
-                mask=[1] * len(reply),
-                lag=[0] * len(reply),
-                reward=float(i % 2),
-                advantage=1.0 if i % 2 else -1.0,
-                media=tuple(MediaRef(kind, Digest(key * 64)) for kind, key in zip(kinds, keys, strict=True)),
-                segment_keys=tuple(Digest(key) for key in keys),
-            )
-        )
+        samples.append(ith_sample(i, prompt, reply, list(zip(kinds, keys, strict=True))))
     return StepBatch(samples, 0, segments)
 
 

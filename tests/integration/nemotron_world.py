@@ -13,7 +13,6 @@ from safetensors.torch import load
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from omnifleet.address import token_digest
 from omnifleet.processor import (
     ProcessorSpec,
     image_token_id,
@@ -21,11 +20,12 @@ from omnifleet.processor import (
     read_image_processor,
     read_video_processor,
 )
-from omnifleet.types import Digest, MediaKind, MediaRef
+from omnifleet.types import Digest, MediaKind
 from omnifleet.vision_grid import nemotron_clip_ids
 from omnifleet_media.segment import work
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.objectives.logprobs import token_logprobs
+from tests.integration.batch_sample import ith_sample
 
 SIZES = {"a": (1, 64, 64), "b": (1, 40, 100), "c": (1, 64, 64), "v": (3, 48, 90), "u": (2, 64, 64)}
 """(frames, height, width) of each medium; `v` (an odd number of frames) and `u` are clips."""
@@ -72,22 +72,7 @@ def batch_for(source: Path, *, seed: int = 0, clips: Mapping[str, bool | int] = 
         prompt += random.integers(0, 300, 3 + i).tolist()
         reply = random.integers(0, 300, 4 + 2 * (i % 3)).tolist()
         kinds = [MediaKind.VIDEO if SIZES[key][0] > 1 else MediaKind.IMAGE for key in keys]
-        samples.append(
-            TrainingSample(
-                trajectory_id=f"t{i}",
-                group_id=f"g{i // 2}",
-                prompt_token_ids=prompt,
-                prompt_hash=token_digest(prompt),
-                token_ids=reply,
-                generation_logprobs=[-5.0] * len(reply),
-                mask=[1] * len(reply),
-                lag=[0] * len(reply),
-                reward=float(i % 2),
-                advantage=1.0 if i % 2 else -1.0,
-                media=tuple(MediaRef(kind, Digest(key * 64)) for kind, key in zip(kinds, keys, strict=True)),
-                segment_keys=tuple(Digest(key) for key in keys),
-            )
-        )
+        samples.append(ith_sample(i, prompt, reply, list(zip(kinds, keys, strict=True))))
     return StepBatch(samples, 0, segments)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from omnifleet.address import token_digest
 from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, Recipe, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.types import Digest, MediaKind, MediaRef
+from omnifleet.types import Digest, MediaKind
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.objectives.logprobs import token_logprobs
 from omnifleet_trainer.policy import automodel
@@ -25,6 +25,7 @@ from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.policy.folder import write_folder
 from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+from tests.integration.batch_sample import ith_sample
 
 pytestmark = pytest.mark.heavy
 
@@ -75,22 +76,7 @@ def batch_of(image_token: int, *, samples: int = 6, seed: int = 0) -> StepBatch:
             prompt += [362, *[image_token] * (int(np.prod(grids[key])) // 4), 363]
         prompt += random.integers(0, 300, 3 + i).tolist()
         reply = random.integers(0, 300, 4 + 2 * (i % 3)).tolist()
-        made.append(
-            TrainingSample(
-                trajectory_id=f"t{i}",
-                group_id=f"g{i // 2}",
-                prompt_token_ids=prompt,
-                prompt_hash=token_digest(prompt),
-                token_ids=reply,
-                generation_logprobs=[-5.0] * len(reply),
-                mask=[1] * len(reply),
-                lag=[0] * len(reply),
-                reward=float(i % 2),
-                advantage=1.0 if i % 2 else -1.0,
-                media=tuple(MediaRef(MediaKind.IMAGE, Digest(key * 64)) for key in keys),
-                segment_keys=tuple(Digest(key) for key in keys),
-            )
-        )
+        made.append(ith_sample(i, prompt, reply, [(MediaKind.IMAGE, key) for key in keys]))
     return StepBatch(made, 0, segments)
 
 
