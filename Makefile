@@ -36,6 +36,7 @@ lint: env  ## style, formatting and types
 	@echo "ruff check";  $(BIN)/ruff check --quiet .
 	@echo "ruff format"; $(BIN)/ruff format --quiet --check . || { echo "run: make format" >&2; exit 1; }
 	@$(MAKE) lint-types
+	@echo "pytest --collect-only"; $(BIN)/python -m pytest --collect-only --quiet --quiet >/dev/null || $(BIN)/python -m pytest --collect-only --quiet --quiet | tail -20
 
 lint-types: env
 	@echo "mypy --strict"; $(BIN)/mypy $(CODE)

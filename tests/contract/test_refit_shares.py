@@ -30,7 +30,8 @@ from omnifleet_trainer.server.refits import FleetRefits
 from tests import refit_world
 from tests.contract.share_follower import Steps
 from tests.contract.test_refit_broadcast import until
-from tests.contract.test_refit_parts import HIDDEN, TWO, fleet, in_parts
+from tests.contract.test_refit_parts import HIDDEN, TWO, in_parts
+from tests.refit_fleet import broadcasting
 from tests.refit_world import CPU, MOVES, Sender, Tensors, receiving, tensors, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +91,7 @@ async def test_three_senders_give_every_rank_what_one_gives(tmp_path: Path) -> N
     async with (
         receiving(checkpoint, 3, ranks=TWO) as workers,
         receiving(checkpoint, 1, ranks=TWO) as (alone,),
-        fleet(workers) as sender,
+        broadcasting(workers) as sender,
     ):
         others, one = Threads(2), Sender()
         for step in range(4):
@@ -113,7 +114,10 @@ async def test_three_senders_give_every_rank_what_one_gives(tmp_path: Path) -> N
 async def test_a_sender_that_fails_costs_the_publish_and_the_first_one_sends_alone_to_who_is_behind(
     tmp_path: Path,
 ) -> None:
-    async with receiving(write_checkpoint(tmp_path / "c"), 2, ranks=TWO) as workers, fleet(workers) as sender:
+    async with (
+        receiving(write_checkpoint(tmp_path / "c"), 2, ranks=TWO) as workers,
+        broadcasting(workers) as sender,
+    ):
         others = Threads(1)
         for step in range(3):
             assert not (await publish(sender, others, step)).failed
@@ -153,7 +157,7 @@ async def test_the_followers_of_a_world_send_their_shares_from_their_own_process
     thread = ThreadPoolExecutor(1)
     try:
         async with receiving(write_checkpoint(tmp_path / "c"), 2, ranks=TWO) as workers:
-            async with fleet(workers) as sender:
+            async with broadcasting(workers) as sender:
                 refits = FleetRefits(sender, Weights(policy, run="r", lineage="l", step=0, thread=thread))
                 sent = []
                 for step in range(4):

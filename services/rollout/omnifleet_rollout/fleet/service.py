@@ -11,6 +11,7 @@ from typing import Any
 
 from omnifleet.client.fleet import FleetView, Verb, WorkerView, view_to_wire, worker_from_wire, worker_to_wire
 from omnifleet.errors import OmnifleetError, invalid
+from omnifleet.telemetry.lateness import watch_lateness
 from omnifleet.types import WeightVersion
 from omnifleet.wire import common_pb2, fleet_pb2, fleet_pb2_grpc
 from omnifleet.wire.channel import open_channel
@@ -25,6 +26,11 @@ WATCH_S = 10.0
 log = logging.getLogger("omnifleet.fleet")
 _PROBE_S = 3.0
 _LATE_S = 1.0
+
+
+def _tell_lateness(late_s: float) -> None:
+    if late_s > _LATE_S:
+        log.warning("this gateway's event loop was held up for %.1f s", late_s)
 
 
 async def wait_for(moved: asyncio.Event, timeout_s: float) -> bool:
@@ -80,24 +86,19 @@ class Fleet:
     async def look(self) -> None:
         """Tick for ever: silence becomes SUSPECT; DEAD takes a process that does not answer either."""
         asking: dict[str, asyncio.Task[None]] = {}
+        lateness = asyncio.create_task(watch_lateness(_tell_lateness))
         try:
             while True:
-                await self._sleep()
+                await asyncio.sleep(self._look_every_s)
                 for view in self.registry.tick():
                     if view.id not in asking or asking[view.id].done():
                         asking[view.id] = asyncio.create_task(self._ask(view))
                 self._publish_or_log()
         finally:
-            for task in asking.values():
+            tasks = [lateness, *asking.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*asking.values(), return_exceptions=True)
-
-    async def _sleep(self) -> None:
-        began = time.monotonic()
-        await asyncio.sleep(self._look_every_s)
-        late = time.monotonic() - began - self._look_every_s
-        if late > _LATE_S:
-            log.warning("this gateway's event loop was held up for %.1f s", late)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask(self, view: WorkerView) -> None:
         if await answers(view.grpc_address):

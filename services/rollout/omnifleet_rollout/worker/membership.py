@@ -8,11 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from omnifleet.client.fleet import FleetClient, Membership, Orders, WorkerView
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.telemetry.counters import Counters
+from omnifleet.telemetry.lateness import watch_lateness
 from omnifleet.types import WeightVersion, WorkerState
 from omnifleet.wire.server import INSTANCE
 from omnifleet_rollout.engine.port import Engine
@@ -56,6 +58,13 @@ class Member:
 
     async def run(self) -> None:
         """Report for ever; returns once dismissed. A gateway that is away is looked for again, with growing pauses."""
+        lateness = asyncio.create_task(watch_lateness(self._note_lateness))
+        try:
+            await self._keep_reporting()
+        finally:
+            lateness.cancel()
+
+    async def _keep_reporting(self) -> None:
         pause = _PAUSE_S
         while not self.dismissed.is_set():
             try:
@@ -117,16 +126,13 @@ class Member:
     async def _next_report(self) -> None:
         """Sleep one heartbeat, or until something changed that the gateway should know at once."""
         assert self._lease is not None
-        began = time.monotonic()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._lease.heartbeat_s):
                 await self._standing.changed.wait()
-        except TimeoutError:
-            self._note_lateness(time.monotonic() - began - self._lease.heartbeat_s)
 
     def _note_lateness(self, late_s: float) -> None:
         """The loop serves generation, refits and heartbeats: who looks for a silent worker finds here that it was busy."""
-        self._counters.add("loop_late_seconds", max(0.0, late_s))
+        self._counters.add("loop_late_seconds", late_s)
         if late_s > _LATE_S:
             log.warning("this worker's event loop was held up for %.1f s", late_s)
 
