@@ -61,6 +61,7 @@ WORDS: dict[str, tuple[str, Unit]] = {
     "refit_stage_seconds": ("staging weights", Unit.SECONDS),
     "refit_gate_seconds": ("without a token, in refits", Unit.SECONDS),
     "span_mismatches": ("replies whose versions did not add up", Unit.COUNT),
+    "busy_seconds": ("with a request in the engine", Unit.SECONDS),
     "loop_late_seconds": ("the event loop was late, in sum", Unit.SECONDS),
     # media
     "objects": ("media kept", Unit.COUNT),

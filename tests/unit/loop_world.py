@@ -303,6 +303,9 @@ def world(
     async def media_counters() -> dict[str, float]:
         return {"puts": float(pictures.puts)}
 
+    async def engine_idleness() -> dict[str, float]:
+        return {"engine_idle_share": 0.25}
+
     def serving() -> WeightVersion:
         return rollout.version
 
@@ -345,6 +348,7 @@ def world(
         lambda version: None,
         checkpoint,
         media_counters,
+        engine_idleness,
         turns=turns(rollout),
         clock=clock,
     )

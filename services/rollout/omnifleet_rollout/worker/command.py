@@ -145,6 +145,7 @@ class Worker:
         self.counters.gauge("requests_running", lambda: stats().running)
         self.counters.gauge("requests_waiting", lambda: stats().waiting)
         self.counters.gauge("kv_usage", lambda: stats().kv_usage)
+        self.counters.gauge("busy_seconds", lambda: self.gate.busy_s)
         self.counters.gauge("weight_version", lambda: self.standing.version.number)
         for name in stats().counters:
             self.counters.gauge(name, _reader(self.engine, name))

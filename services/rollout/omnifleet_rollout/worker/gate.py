@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -48,11 +49,17 @@ class Gate:
         self._open = _opened()
         self._open_exact = _opened()
         self._left = asyncio.Event()
+        self._busy_s, self._busy_since = 0.0, 0.0
 
     @property
     def load(self) -> int:
         """Samples inside or on their way in."""
         return self._reserved
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds so far in which some sample was inside."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self.inside else 0.0)
 
     def reserve(self, samples: int) -> None:
         """Take `samples` places at once, or raise OVERLOADED, DRAINING, FENCED. Give them back with `give_back`."""
@@ -79,6 +86,8 @@ class Gate:
         await self.until_open(bound)
         self.standing.check_serving()
         self.standing.check_bound(bound)
+        if not self.inside:
+            self._busy_since = time.monotonic()
         self.inside.update(flights)
 
     async def until_open(self, bound: VersionBound) -> None:
@@ -93,6 +102,8 @@ class Gate:
 
     def leave(self, flight: Flight) -> None:
         """The sample ended. Idempotent."""
+        if self.inside == {flight}:
+            self._busy_s = self.busy_s
         self.inside.discard(flight)
         self._left.set()
 

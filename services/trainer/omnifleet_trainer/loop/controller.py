@@ -77,6 +77,7 @@ class Parts:
     serving: Callable[[WeightVersion], None]
     checkpoint: Callable[[int], Awaitable[Path]]
     media_counters: Callable[[], Awaitable[dict[str, float]]]
+    engine_idleness: Callable[[], Awaitable[dict[str, float]]]
     checkpoint_beside: Callable[[int], Awaitable[None]] | None = None
     turns: Turns = field(default_factory=Apart)
     clock: Callable[[], float] = time.monotonic
@@ -332,6 +333,7 @@ class Controller:
     async def _record(self, metrics: dict[str, float]) -> None:
         p = self._parts
         media = {f"media_{name}": value for name, value in (await p.media_counters()).items()}
+        metrics |= await p.engine_idleness()
         p.journal.write(StepRecord(p.weights.step, p.weights.version, metrics | media, now_ms()))
         log.info("step %d %s", p.weights.step, _line(metrics))
 

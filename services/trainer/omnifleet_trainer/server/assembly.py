@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnifleet.auth import Scope, Tokens
+from omnifleet.client.fleet import FleetClient
 from omnifleet.client.media import MediaClient
 from omnifleet.client.reward import RewardClient
 from omnifleet.client.rollout import RolloutClient
@@ -47,6 +48,7 @@ from omnifleet_trainer.refit.open import open_guard, open_sender
 from omnifleet_trainer.refit.sender import RefitSender
 from omnifleet_trainer.rendering import ChatTemplate, Renderer, load_template
 from omnifleet_trainer.server.checkpoints import Checkpoints
+from omnifleet_trainer.server.elsewhere import EngineIdleness, MediaCounters
 from omnifleet_trainer.server.refits import FleetRefits
 from omnifleet_trainer.server.turns import SharedDevices
 from omnifleet_trainer.sinks.build import open_sinks
@@ -131,6 +133,7 @@ async def assembled(
     async with AsyncExitStack() as stack:
         media = await stack.enter_async_context(MediaClient.open(addresses.media, secret, name="trainer"))
         rollout = await stack.enter_async_context(RolloutClient.open(addresses.gateway, secret))
+        fleet = await stack.enter_async_context(FleetClient.open(addresses.gateway, secret))
         reward = await stack.enter_async_context(RewardClient.open(addresses.reward, secret, name="trainer"))
         sender = await stack.enter_async_context(
             open_sender(
@@ -251,28 +254,13 @@ async def assembled(
             checkpoint_beside=checkpoints.begin,
             turns=turns,
             media_counters=MediaCounters(media).read,
+            engine_idleness=EngineIdleness(fleet, recipe.rollout.pool).read,
         )
         counters.gauge("step", lambda: float(weights.step))
         counters.gauge("groups_running", lambda: float(admission.running))
         counters.gauge("groups_waiting", lambda: float(admission.ready))
         facts = weights.policy.describe() | await _reachable(recipe, reward, template.opened())
         yield Run(Controller(parts, trainer, recipe.evaluation), journal, facts)
-
-
-class MediaCounters:
-    """Counters of the media service, for the proof that a picture is decoded once. Absent while it is away."""
-
-    def __init__(self, media: MediaClient) -> None:
-        self._media = media
-
-    async def read(self) -> dict[str, float]:
-        """Counters now."""
-        try:
-            async with asyncio.timeout(5.0):
-                return (await self._media.status()).counters
-        except (OmnifleetError, TimeoutError) as error:
-            log.warning("no counters of the media service: %s", error)
-            return {}
 
 
 @asynccontextmanager
