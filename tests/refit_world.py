@@ -1,14 +1,12 @@
-"""Light receivers for refits: the worker's own receiver and stager around a small torch module, all in this process.
+"""Light receivers for refits, and the sender's half: the worker's own receiver and stager around the small model.
 
-The module's loader fuses, slices, stacks, casts and pads as engines' loaders do, so that what is committed went through
-a recorded plan or through the loader, and its parameters can be compared byte for byte with a fresh module's.
+All in this process; `refit_processes` puts them into processes of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
-from omnifleet.auth import OPEN, Scope, Tokens
+from omnifleet.auth import OPEN
 from omnifleet.client.refit import RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.telemetry.counters import Counters
@@ -28,7 +24,6 @@ from omnifleet.wire import refit_pb2_grpc
 from omnifleet.wire.manifest import base_version
 from omnifleet.wire.needs import NeedsBody, needs_digest
 from omnifleet.wire.server import serving
-from omnifleet_refit import group as group_module
 from omnifleet_refit.group import Meeting
 from omnifleet_rollout.engine.checkpoint import read_table
 from omnifleet_rollout.engine.fake import FakeEngine
@@ -44,81 +39,11 @@ from omnifleet_rollout.worker.server import RefitServicer
 from omnifleet_rollout.worker.standing import Standing
 from omnifleet_trainer.refit.courier import Courier, Order, Outcome
 from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
+from tests.refit_model import MOVES, Small, Tensors, loaded, scores, tensors
 
-HIDDEN = 8
 BUCKET_BYTES = 16 << 10
 DEADLINE_S = 20.0
 CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
-
-
-class Small(nn.Module):
-    """Rank `rank` of `ranks`: QKV fused and sliced, an expert stack turned, an embedding with padding; of several, a cast."""
-
-    def __init__(self, rank: int = 0, ranks: int = 2) -> None:
-        super().__init__()
-        self.rank, self.ranks = rank, ranks
-        norm = torch.float32 if ranks == 1 else torch.bfloat16
-        self.embed = nn.Parameter(torch.zeros(16, HIDDEN), requires_grad=False)
-        self.qkv = nn.Parameter(torch.zeros(3 * HIDDEN // ranks, HIDDEN), requires_grad=False)
-        self.experts = nn.Parameter(torch.zeros(3, HIDDEN, HIDDEN), requires_grad=False)
-        self.norm = nn.Parameter(torch.zeros(HIDDEN, dtype=norm), requires_grad=False)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        share = HIDDEN // self.ranks
-        for name, w in weights:
-            if name in ("q", "k", "v"):
-                mine = w.narrow(0, self.rank * share, share)
-                self.qkv.data.narrow(0, "qkv".index(name) * share, share).copy_(mine)
-            elif name.startswith("expert."):
-                self.experts.data[int(name[7:])].copy_(w.t())
-            elif name == "embed":
-                self.embed[: len(w)].data.copy_(w)
-                self.embed[len(w) :].data.fill_(0)
-            else:
-                self.norm.data.copy_(w)
-
-
-def tensors(step: int) -> Tensors:
-    """All source tensors of a version; the embedding and expert 0 never change."""
-
-    def of(name: str, *shape: int) -> torch.Tensor:
-        frozen = name in ("embed", "expert.0")
-        seed = sum(name.encode()) * 1000 + (0 if frozen else step)
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-    square = (HIDDEN, HIDDEN)
-    shapes = {"embed": (13, HIDDEN), "q": square, "k": square, "v": square, "norm": (HIDDEN,)}
-    shapes |= {f"expert.{i}": square for i in range(3)}
-    return {name: of(name, *shape) for name, shape in shapes.items()}
-
-
-MOVES = {"q", "k", "v", "norm", "expert.1", "expert.2"}
-
-
-def expected(step: int, rank: int = 0, ranks: int = 2) -> Tensors:
-    """The oracle: parameters of a fresh module that loads the version's tensors through its own loader."""
-    return loaded(tensors(step), rank, ranks)
-
-
-def loaded(weights: Tensors, rank: int = 0, ranks: int = 2) -> Tensors:
-    """Parameters of a fresh module that loads these tensors through its own loader."""
-    fresh = Small(rank, ranks)
-    fresh.load_weights(weights.items())
-    return dict(fresh.state_dict())
-
-
-def scores(parameters: Tensors, token_ids: Sequence[int]) -> list[float]:
-    """What stands for logprobs of tokens: each a function of one row of the fused layer."""
-    rows = parameters["qkv"]
-    return [-float(rows[token % len(rows)].abs().sum()) for token in token_ids]
-
-
-def write_checkpoint(folder: Path) -> Path:
-    """A checkpoint of step -1."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors(-1), folder / "model.safetensors")
-    return folder
 
 
 class SmallEngine(FakeEngine):
@@ -355,178 +280,3 @@ class Remote:
     client: RefitClient
     pipe: Any = None
     ranks: int = 1
-
-
-class Deaf:
-    """A gloo group that behaves as NCCL's do: nobody feels a member's death, what waits for it never ends."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> DeafWork:
-        return DeafWork(self._backend.broadcast(tensors, options))
-
-    def abort(self) -> None:
-        self._backend.abort()
-
-
-class DeafWork:
-    """An operation that is done when it went well, and else is never done."""
-
-    def __init__(self, work: Any) -> None:
-        self._work, self._failed = work, False
-
-    def is_completed(self) -> bool:
-        if not self._failed and self._work.is_completed():
-            try:
-                self._work.wait()
-                return True
-            except RuntimeError:
-                self._failed = True
-        return False
-
-    def wait(self) -> None:
-        pass
-
-
-def deafen(patch: Callable[[object, str, object], None] = setattr) -> None:
-    """All groups of this process that are made from now on are deaf."""
-    make = group_module._backend
-    patch(group_module, "_backend", lambda *told: Deaf(make(*told)))
-
-
-def run_receiver(
-    checkpoint: str,
-    name: str,
-    pipe: Any,
-    deaf: bool = False,
-    hidden: int = HIDDEN,
-    ranks: Sequence[tuple[int, int]] = ((0, 2),),
-    device: str = "cpu",
-) -> None:
-    """The process of a `Remote`: says its address, then answers each message with (fenced, version, whole).
-
-    After the message "stop at commit" it says so when the next commit is in its gate, and goes no further.
-    """
-    globals()["HIDDEN"] = hidden
-    if deaf:
-        deafen()
-
-    async def stop() -> None:
-        pipe.send("in its gate")
-        await asyncio.Event().wait()
-
-    async def serve() -> None:
-        async with receiving(Path(checkpoint), 1, ranks=ranks, device=torch.device(device)) as (worker,):
-            pipe.send(worker.address)
-            while message := await asyncio.to_thread(pipe.recv):
-                if message == "stop at commit":
-                    worker.engine.at_commit = stop
-                pipe.send((worker.fenced, worker.version.number, worker.whole()))
-
-    asyncio.run(serve())
-
-
-@asynccontextmanager
-async def joined(
-    checkpoint: Path,
-    name: str,
-    gateway: str,
-    tokens: Tokens,
-    *,
-    planned: bool = False,
-    spoiled: set[int] | None = None,
-) -> AsyncIterator[Receiving]:
-    """A whole worker, member of the fleet of a gateway, that catches up by itself after a fifth of a second."""
-    from omnifleet.config.services import RolloutConfig
-    from omnifleet_rollout.worker.catchup import CatchUp
-    from omnifleet_rollout.worker.command import Worker
-    from omnifleet_rollout.worker.membership import Member
-
-    async def find_gateway() -> str:
-        return gateway
-
-    engine = SmallEngine(checkpoint, planned=planned)
-    engine.spoiled = spoiled or set()
-    await engine.start()
-    worker = Worker(engine, name, RolloutConfig(), tokens)
-    secret = tokens.secret(Scope.SERVICE)
-    async with serving("127.0.0.1:0", worker.register, tokens=tokens, knob="test", grace_s=0) as address:
-        member = Member(
-            engine,
-            worker.standing,
-            worker.counters,
-            find_gateway=find_gateway,
-            secret=secret,
-            address=address,
-            pool="default",
-        )
-        following = CatchUp(
-            engine,
-            worker.receiver,
-            worker.standing,
-            worker.counters,
-            find_gateway=find_gateway,
-            target=lambda: member.target,
-            secret=secret,
-            pool="default",
-            patience_s=0.2,
-            policy=InFlight.KEEP,
-        )
-        tasks = [asyncio.create_task(member.run()), asyncio.create_task(following.run())]
-        try:
-            yield Receiving(
-                worker.standing.worker, engine, worker.gate, worker.receiver, address, worker.counters
-            )
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def run_worker(
-    checkpoint: str, name: str, gateway: str, tokens: Tokens, spoiled: set[int], pipe: Any
-) -> None:
-    """The process of a `joined` worker: says its id, then answers as `run_receiver`'s does."""
-
-    async def serve() -> None:
-        async with joined(Path(checkpoint), name, gateway, tokens, planned=True, spoiled=spoiled) as worker:
-            pipe.send(worker.id)
-            while await asyncio.to_thread(pipe.recv):
-                pipe.send((worker.fenced, worker.version.number, worker.whole()))
-
-    asyncio.run(serve())
-
-
-def run_sender(addresses: dict[str, str], step: int, phase: str, pipe: Any) -> None:
-    """A sender that publishes step 0 whole, then `step`, and says `phase` when it is there; then it waits to be killed."""
-
-    def reached(now: str) -> None:
-        if now == phase:
-            pipe.send(now)
-            threading.Event().wait()
-
-    class Slow(list[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            for number, bucket in enumerate(super().__iter__()):
-                if number == len(self) - 1:
-                    reached("broadcast")
-                yield bucket
-
-    async def send() -> None:
-        async with AsyncExitStack() as stack:
-            clients = {
-                id: await stack.enter_async_context(RefitClient.open(a)) for id, a in addresses.items()
-            }
-            workers = [Remote(id, None, client) for id, client in clients.items()]
-            sender = Sender("killed")
-            await sender.publish(workers, 0)
-            shipment = sender.pack(step, whole=True)
-            reached("packed")
-            outcomes = await sender.stage(workers, shipment, Slow(sender.buckets(shipment)))
-            reached("staged")
-            for worker in workers:
-                await worker.client.commit(str(outcomes[worker.id]), InFlight.KEEP, deadline_s=DEADLINE_S)
-                reached("committed one")
-
-    asyncio.run(send())

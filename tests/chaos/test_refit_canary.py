@@ -21,7 +21,9 @@ from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.guard import Canary, Guard
 from omnifleet_trainer.refit.sender import RefitSender
 from tests.contract.gateway_world import World, world
-from tests.refit_world import CPU, MOVES, expected, run_worker, scores, tensors, write_checkpoint
+from tests.refit_model import MOVES, expected, scores, tensors, write_checkpoint
+from tests.refit_processes import run_worker
+from tests.refit_world import CPU
 
 pytestmark = pytest.mark.timeout(240)
 SPOILED = {11}
@@ -32,7 +34,7 @@ SPOILED = {11}
 async def processes(checkpoint: Path, here: World, tokens: Tokens) -> AsyncIterator[list[str]]:
     """Two workers in processes of their own; the second one goes wrong at SPOILED. Their ids."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.refit_world"])
+    context.set_forkserver_preload(["tests.refit_processes"])
     async with AsyncExitStack() as stack:
         pipes = []
         for number in range(2):

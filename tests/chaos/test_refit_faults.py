@@ -17,15 +17,9 @@ import torch
 from omnifleet.client.refit import RefitClient
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight
-from tests.refit_world import (
-    DEADLINE_S,
-    Remote,
-    Sender,
-    receiving,
-    run_receiver,
-    run_sender,
-    write_checkpoint,
-)
+from tests.refit_model import write_checkpoint
+from tests.refit_processes import run_receiver, run_sender
+from tests.refit_world import DEADLINE_S, Remote, Sender, receiving
 
 pytestmark = pytest.mark.timeout(240)
 STUCK_S = 4.0
@@ -36,7 +30,7 @@ STUCK_S = 4.0
 def spawner() -> Any:
     """Children that are forked from a server which has imported torch, so that each starts at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.refit_world"])
+    context.set_forkserver_preload(["tests.refit_processes"])
     return context
 
 

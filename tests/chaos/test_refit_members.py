@@ -15,18 +15,11 @@ from omnifleet_refit.windows import needs_of
 from omnifleet_trainer.refit.choice import Taker, choose
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.parts import Cut
-from tests import refit_world
+from tests import refit_model
 from tests.chaos.test_refit_faults import Hooked, kill, remotes, spawner, state
-from tests.refit_world import (
-    CPU,
-    DEADLINE_S,
-    MOVES,
-    Remote,
-    Sender,
-    deafen,
-    tensors,
-    write_checkpoint,
-)
+from tests.refit_model import MOVES, tensors, write_checkpoint
+from tests.refit_processes import deafen
+from tests.refit_world import CPU, DEADLINE_S, Remote, Sender
 
 __all__ = ["spawner"]
 pytestmark = pytest.mark.timeout(240)
@@ -38,7 +31,7 @@ TWO = ((0, 2), (1, 2))
 def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our groups are deaf, and matrices large enough to be cut."""
     deafen(monkeypatch.setattr)
-    monkeypatch.setattr(refit_world, "HIDDEN", HIDDEN)
+    monkeypatch.setattr(refit_model, "HIDDEN", HIDDEN)
     yield
 
 

@@ -1,4 +1,4 @@
-"""A follower of a world whose ranks compute nothing: each exports the tensors of `tests/refit_world.py`, step by step.
+"""A follower of a world whose ranks compute nothing: each exports the tensors of `tests/refit_model.py`, step by step.
 
 Run as `python -m tests.contract.share_follower PARENT`.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from omnifleet_trainer.policy import follower, job
-from tests import refit_world
+from tests import refit_model
 
 HIDDEN = 64
 
@@ -26,16 +26,16 @@ class Steps:
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._step += 1
-        yield from refit_world.tensors(self._step).items()
+        yield from refit_model.tensors(self._step).items()
 
     def trainable_names(self) -> set[str]:
-        return refit_world.MOVES
+        return refit_model.MOVES
 
     def close(self) -> None:
         pass
 
 
 if __name__ == "__main__":
-    refit_world.HIDDEN = HIDDEN
+    refit_model.HIDDEN = HIDDEN
     job.open_rank = lambda *told, **named: Steps()  # type: ignore[assignment,return-value]
     sys.exit(follower.main())

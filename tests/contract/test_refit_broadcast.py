@@ -17,8 +17,9 @@ from omnifleet.wire import fleet_pb2_grpc
 from omnifleet.wire.server import serving
 from omnifleet_rollout.refit.shadow import rejected
 from omnifleet_trainer.refit.broadcast import BroadcastSender
+from tests.refit_model import MOVES, tensors, write_checkpoint
 from tests.refit_registry import Registry
-from tests.refit_world import CPU, MOVES, Receiving, receiving, tensors, write_checkpoint
+from tests.refit_world import CPU, Receiving, receiving
 
 
 @dataclass

@@ -22,15 +22,8 @@ from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.snapshot import Shipment
 from tests.refit_fleet import broadcasting
-from tests.refit_world import (
-    DEADLINE_S,
-    MOVES,
-    Sender,
-    Tensors,
-    receiving,
-    tensors,
-    write_checkpoint,
-)
+from tests.refit_model import MOVES, Tensors, tensors, write_checkpoint
+from tests.refit_world import DEADLINE_S, Sender, receiving
 
 ROW = 4096
 WHOLE = ((0, 1),)

@@ -14,14 +14,8 @@ from omnifleet.wire import refit_pb2
 from omnifleet.wire.manifest import UNVERIFIED
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.snapshot import Shipment
-from tests.refit_world import (
-    DEADLINE_S,
-    Receiving,
-    Sender,
-    receiving,
-    tensors,
-    write_checkpoint,
-)
+from tests.refit_model import tensors, write_checkpoint
+from tests.refit_world import DEADLINE_S, Receiving, Sender, receiving
 
 
 async def test_three_receivers_hold_what_a_fresh_loader_makes_first_checked_then_by_plan(

@@ -22,9 +22,10 @@ from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.choice import Taker, choose
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.parts import Cut
-from tests import refit_world
+from tests import refit_model
 from tests.refit_fleet import broadcasting
-from tests.refit_world import CPU, DEADLINE_S, MOVES, Receiving, Sender, receiving, tensors, write_checkpoint
+from tests.refit_model import MOVES, tensors, write_checkpoint
+from tests.refit_world import CPU, DEADLINE_S, Receiving, Sender, receiving
 
 TWO = ((0, 2), (1, 2))
 """Both ranks of an engine of two."""
@@ -35,7 +36,7 @@ HIDDEN = 64
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of four rows of bytes, so that halves of them are worth sending."""
-    monkeypatch.setattr(refit_world, "HIDDEN", HIDDEN)
+    monkeypatch.setattr(refit_model, "HIDDEN", HIDDEN)
 
 
 async def publish(sender: BroadcastSender, step: int) -> Any:

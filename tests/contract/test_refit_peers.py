@@ -20,7 +20,9 @@ from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.sender import RefitSender
 from tests.contract.gateway_world import World, world
-from tests.refit_world import CPU, MOVES, Sender, joined, receiving, tensors, write_checkpoint
+from tests.refit_model import MOVES, tensors, write_checkpoint
+from tests.refit_processes import joined
+from tests.refit_world import CPU, Sender, receiving
 
 SHM = Path("/dev/shm")
 

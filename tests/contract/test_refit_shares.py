@@ -27,19 +27,20 @@ from omnifleet_trainer.policy.world import WorldPolicy
 from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.share import Order, Share, deal
 from omnifleet_trainer.server.refits import FleetRefits
-from tests import refit_world
+from tests import refit_model
 from tests.contract.share_follower import Steps
 from tests.contract.test_refit_broadcast import until
 from tests.contract.test_refit_parts import HIDDEN, TWO, in_parts
 from tests.refit_fleet import broadcasting
-from tests.refit_world import CPU, MOVES, Sender, Tensors, receiving, tensors, write_checkpoint
+from tests.refit_model import MOVES, Tensors, tensors, write_checkpoint
+from tests.refit_world import CPU, Sender, receiving
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refit_world, "HIDDEN", HIDDEN)
+    monkeypatch.setattr(refit_model, "HIDDEN", HIDDEN)
 
 
 class Threads:

@@ -13,7 +13,8 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2
 from omnifleet_trainer.refit.release import Parcel, first_release
-from tests.refit_world import DEADLINE_S, Receiving, receiving, tensors, write_checkpoint
+from tests.refit_model import tensors, write_checkpoint
+from tests.refit_world import DEADLINE_S, Receiving, receiving
 
 SHM = Path("/dev/shm")
 

@@ -28,9 +28,10 @@ from omnifleet_rollout.worker.standing import Standing
 from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.release import Parcel, add_step, first_release, next_release
 from omnifleet_trainer.refit.sender import RefitSender
+from tests.refit_model import tensors as small_tensors
+from tests.refit_model import write_checkpoint
 from tests.refit_registry import Registry
-from tests.refit_world import DEADLINE_S, Receiving, receiving, write_checkpoint
-from tests.refit_world import tensors as small_tensors
+from tests.refit_world import DEADLINE_S, Receiving, receiving
 
 SHM = Path("/dev/shm")
 ROWS, COLUMNS = 256, 1024

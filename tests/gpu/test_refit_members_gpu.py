@@ -16,7 +16,8 @@ import torch
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import InFlight
 from tests.chaos.test_refit_faults import Hooked, kill, remotes, spawner, state
-from tests.refit_world import DEADLINE_S, Remote, Sender, write_checkpoint
+from tests.refit_model import write_checkpoint
+from tests.refit_world import DEADLINE_S, Remote, Sender
 
 __all__ = ["spawner"]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]

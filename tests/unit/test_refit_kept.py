@@ -15,7 +15,8 @@ from omnifleet_refit.windows import View
 from omnifleet_rollout.refit import stager as stager_module
 from omnifleet_rollout.refit.kept import KeptPlans
 from omnifleet_rollout.refit.plan import Plan, plan_key, record
-from tests.refit_world import Sender, Small, receiving, tensors, write_checkpoint
+from tests.refit_model import Small, tensors, write_checkpoint
+from tests.refit_world import Sender, receiving
 
 
 def table() -> dict[str, tuple[torch.dtype, list[int]]]:
