@@ -1,6 +1,6 @@
 """What ingest costs over decoding alone: 1,000 JPEGs and 20 H.264 clips through the service, and through bare libraries.
 
-    python bench/media/ingest.py [--processes 1] [--rounds 3] [--pictures 1000] [--clips 20] [--share put|read]
+    python bench/media/ingest.py [--processes 1] [--rounds 3] [--pictures 1000] [--clips 20] [--share auto|put|read]
                                    [--only pictures|clips]
 
 Bare: so many processes that read bytes from memory and decode them with Pillow or TorchCodec, and keep nothing. Service:
@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pictures", type=int, default=1_000)
     parser.add_argument("--clips", type=int, default=20)
-    parser.add_argument("--share", choices=("put", "read"), default="put", help="media.shared_memory_when")
+    parser.add_argument(
+        "--share", choices=("auto", "put", "read"), default="auto", help="media.shared_memory_when"
+    )
     parser.add_argument("--only", choices=("pictures", "clips"), default="", help="default: both")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

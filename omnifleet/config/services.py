@@ -82,8 +82,11 @@ class MediaConfig(StrictModel):
     """Size of the shared-memory tier."""
     shared_memory_readers: Literal["user", "everyone"] = "user"
     """Who may map objects: processes of the service's own user, or every user of the host. Only the service writes."""
-    shared_memory_when: Literal["put", "read"] = "put"
-    """When content enters shared memory: as it is stored, or when a reader of this host first asks for it."""
+    shared_memory_when: Literal["auto", "put", "read"] = "auto"
+    """When content enters shared memory: as it is stored (`put`), or when a reader of this host first asks for it (`read`).
+
+    `auto`: a clip's frames when asked for, so that what nobody reads is copied once; all else, whose first reader would
+    pay more for the call than for the copy, as it is stored."""
     disk_bytes: int = Field(20 << 30, gt=0)
     """Size of the disk tier; unleased, least recently used content goes first."""
     object_store: str = ""

@@ -8,7 +8,9 @@ import fcntl
 import os
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -275,9 +277,29 @@ def test_other_users_may_map_only_where_it_is_said(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize(
+    ("share", "alone", "clip", "segment"),
+    [("auto", True, False, True), ("put", True, True, True), ("read", False, False, False)],
+)
+def test_a_put_shares_what_the_policy_says(
+    tmp_path: Path, share: Literal["auto", "put", "read"], alone: bool, clip: bool, segment: bool
+) -> None:
+    store = Store(
+        DiskTier(tmp_path / "blobs"), SharedTier(tmp_path / "shm", 1000), policy=Policy(share=share)
+    )
+    picture, *frames = (replace(blob_of(data), kind="frame") for data in (b"picture", b"one", b"two"))
+    tensors = blob_of(b"tensors")
+    store.write([(picture, b"picture")])
+    store.write([*zip(frames, (b"one", b"two"), strict=True), (tensors, b"tensors")])
+    found = [store.shared.path(blob) is not None for blob in (picture, *frames, tensors)]
+    assert found == [alone, clip, clip, segment]
+    assert all(store.map_path(blob) for blob in frames)
+    store.close()
+
+
 def test_content_enters_shared_memory_when_the_policy_says(tmp_path: Path) -> None:
     disk, shared = DiskTier(tmp_path / "blobs"), SharedTier(tmp_path / "shm", 1000)
-    store = Store(disk, shared, policy=Policy(share_on_put=False))
+    store = Store(disk, shared, policy=Policy(share="read"))
     blob = put(store, b"hello")
     assert shared.path(blob) is None
     assert store.map_path(blob) is not None

@@ -37,7 +37,7 @@ async def opened_store(config: MediaConfig, root: Path) -> AsyncIterator[Store]:
                 objects,
                 Policy(
                     memory_bytes=config.memory_bytes,
-                    share_on_put=config.shared_memory_when == "put",
+                    share=config.shared_memory_when,
                     upload_on_put=config.object_store_when == "put",
                 ),
             )

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
@@ -20,17 +21,28 @@ from omnifleet_media.store.objects import ObjectTier
 from omnifleet_media.store.shared import SharedTier
 
 _OPEN_MAPS_BYTES = 64 << 20
+Data = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """memory_bytes: maps kept open. share_on_put: new content enters shared memory at once, not when it is first asked for.
-    upload_on_put: new content goes to the object store at once, not only when it must be durable or leaves the disk.
+    """memory_bytes: maps kept open. upload_on_put: new content goes to the object store at once, not only when it must be
+    durable or leaves the disk. share: when new content enters shared memory, at the put or when it is first asked for;
+    `auto`: the frames of a clip when asked for, where a call costs nothing beside a copy, and all else at the put.
     """
 
     memory_bytes: int = _OPEN_MAPS_BYTES
-    share_on_put: bool = True
+    share: Literal["auto", "put", "read"] = "auto"
     upload_on_put: bool = True
+
+    def shared_at_put(self, pieces: Sequence[tuple[Blob, Data]]) -> list[tuple[Blob, Data]]:
+        """Those of the pieces of one put that enter shared memory with it."""
+        if self.share == "read":
+            return []
+        is_clip = self.share == "auto" and sum(blob.kind == "frame" for blob, _ in pieces) > 1
+        return [
+            (blob, data) for blob, data in pieces if blob.shared and not (is_clip and blob.kind == "frame")
+        ]
 
 
 class Store:
@@ -50,16 +62,15 @@ class Store:
         self._policy = policy
         self._maps = OpenMaps(policy.memory_bytes)
 
-    def write(self, pieces: Iterable[tuple[Blob, bytes | memoryview]]) -> None:
+    def write(self, pieces: Sequence[tuple[Blob, Data]]) -> None:
         """Store blobs whose bytes are known to be right. Raises OmnifleetError: DISK_FULL, UNAVAILABLE."""
         for blob, data in pieces:
             self.disk.write(blob, data)
             if self.objects is not None and self._policy.upload_on_put:
                 self.objects.write(blob, data)
-            if blob.shared and self._policy.share_on_put:
-                self.shared.write(blob, memoryview(data).cast("B"))
+        self._share(pieces)
 
-    def write_early(self, pieces: Sequence[tuple[Blob, bytes | memoryview]]) -> list[bool]:
+    def write_early(self, pieces: Sequence[tuple[Blob, Data]]) -> list[bool]:
         """Store blobs before the gate is held and before the index is about to name them; False for what was here.
 
         They may be collected as orphans meanwhile: whoever holds the gate later looks again. Not for a store with an
@@ -67,9 +78,7 @@ class Store:
         """
         assert self.objects is None
         placed = self.disk.write_all(pieces)
-        for blob, data in pieces if self._policy.share_on_put else ():
-            if blob.shared:
-                self.shared.write(blob, memoryview(data).cast("B"))
+        self._share(pieces)
         return placed
 
     def sync(self, blobs: Iterable[Blob]) -> None:
@@ -129,6 +138,10 @@ class Store:
         """Remove the shared folder and let the disk go."""
         self.shared.close()
         self.disk.close()
+
+    def _share(self, pieces: Sequence[tuple[Blob, Data]]) -> None:
+        for blob, data in self._policy.shared_at_put(pieces):
+            self.shared.write(blob, memoryview(data).cast("B"))
 
     def _open_shared(self, blob: Blob) -> memoryview | None:
         path = self.shared.path(blob)
