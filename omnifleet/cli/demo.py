@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from omnifleet.cli.report import save_counters
+from omnifleet.cli.counted import keep_counters
 from omnifleet.cli.run import resolve_model, start_services, stop_services
 from omnifleet.cli.watch import watch_training
 from omnifleet.config.recipe import Recipe
@@ -54,7 +54,7 @@ def demo(
             f"training: {recipe.trainer.steps} steps; beside it try `omnifleet status`, `omnifleet fleet scale 3`",
         )
         _train(run_dir, recipe)
-        save_counters(run_dir)  # before the control, whose first refit begins a new encoder epoch
+        keep_counters(run_dir)  # before the control, whose first refit begins a new encoder epoch
         if control:
             _say("4/5", "control: a few steps with learning rate 0, where nothing may move")
             _control(run_dir, recipe)

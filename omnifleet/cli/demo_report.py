@@ -12,6 +12,7 @@ from omnifleet.cli.control import control_dir
 from omnifleet.cli.report import write_report
 from omnifleet.config.recipe import Recipe
 from omnifleet.report.facts import Check
+from omnifleet.report.lives import living, read_lives
 from omnifleet.report.records import RunRecords, read_mapping, read_run
 
 MIN_END, MIN_RISE, MAX_BLIND, MAX_CONTROL, MAX_TMPE, MIN_REFITS = 0.75, 0.2, 0.5, 0.05, 1.02, 20
@@ -20,10 +21,10 @@ MIN_END, MIN_RISE, MAX_BLIND, MAX_CONTROL, MAX_TMPE, MIN_REFITS = 0.75, 0.2, 0.5
 def write_demo_report(run_dir: Path, recipe: Recipe, seconds: float) -> str:
     """Write curves.png, report.html and checks.json into the run's folder; returns what to print at the end."""
     run = read_run(run_dir)
-    counters = {name: float(value) for name, value in read_mapping(run_dir / "counters.json").items()}
-    checks = demo_checks(run, recipe, read_mapping(control_dir(run_dir) / "summary.json"), counters)
+    lives = read_lives(run_dir)
+    checks = demo_checks(run, recipe, read_mapping(control_dir(run_dir) / "summary.json"), living(lives))
     written = write_report(
-        run_dir, recipe, subtitle=_subtitle(run, recipe, seconds), checks=checks, counters=counters
+        run_dir, recipe, subtitle=_subtitle(run, recipe, seconds), checks=checks, lives=lives
     )
     (run_dir / "checks.json").write_text(json.dumps([asdict(check) for check in checks], indent=1))
     return "\n".join(

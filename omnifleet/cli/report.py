@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +14,12 @@ import typer
 from rich.console import Console
 
 from omnifleet.auth import Scope
-from omnifleet.cli.status import ask_service
+from omnifleet.cli.counted import keep_counters
 from omnifleet.cli.where import find_run, is_up, run_recipe, secret
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import Reason, invalid
-from omnifleet.report.records import RunRecords, read_mapping, read_run
+from omnifleet.report.lives import Life, read_lives
+from omnifleet.report.records import RunRecords, read_run
 from omnifleet.service import read_records
 from omnifleet.telemetry.words import duration
 
@@ -62,13 +62,13 @@ def write_report(
     *,
     subtitle: str = "",
     checks: Sequence[Check] | None = None,
-    counters: Mapping[str, float] | None = None,
+    lives: Sequence[Life] | None = None,
 ) -> Written:
     """Write curves.png and report.html into the run's folder.
 
-    checks: what the run claims of itself; by default what must hold of every run. counters: "<who> <name>" -> number;
-    by default what the services say now, or said when they were last asked. Raises INVALID_REQUEST if the run has
-    recorded nothing yet.
+    checks: what the run claims of itself; by default what must hold of every run. lives: what its processes counted; by
+    default what they say now, or said when they were last asked. Raises INVALID_REQUEST if the run has recorded
+    nothing yet.
     """
     from omnifleet.report.curves import draw_curves  # draws: not for every command to load
     from omnifleet.report.facts import run_checks
@@ -82,6 +82,8 @@ def write_report(
             reason=Reason.INVALID_REQUEST,
         )
     ledger = ledger_counts(run_dir, run)
+    if lives is None:
+        lives = keep_counters(run_dir) if is_up(run_dir) else read_lives(run_dir)
     media = read_records(run_dir).get("media") if is_up(run_dir) else None
     pictures = fetch_pictures(
         run_dir / "report",
@@ -98,7 +100,7 @@ def write_report(
         checks=run_checks(run, ledger) if checks is None else checks,
         ledger=ledger,
         pictures=pictures,
-        counters=_counters(run_dir) if counters is None else counters,
+        lives=lives,
     )
     return Written(page, curves)
 
@@ -117,28 +119,6 @@ def ledger_counts(run_dir: Path, run: RunRecords) -> dict[str, Any]:
     except (subprocess.TimeoutExpired, ValueError):
         return {}  # the trainer's distribution is not installed here: the page goes without
     return {name: value for name, value in counts.items() if isinstance(value, int)}
-
-
-def save_counters(run_dir: Path) -> dict[str, float]:
-    """Write counters.json: what every service and worker has counted so far, as "<who> <name>"."""
-    counters = asyncio.run(_read_counters(run_dir))
-    (run_dir / "counters.json").write_text(json.dumps(counters, indent=1))
-    return counters
-
-
-def _counters(run_dir: Path) -> dict[str, float]:
-    if is_up(run_dir):
-        return save_counters(run_dir)
-    return {name: float(value) for name, value in read_mapping(run_dir / "counters.json").items()}
-
-
-async def _read_counters(run_dir: Path) -> dict[str, float]:
-    """Of media, gateway, reward, trainer and every worker; payloads of boundaries are left out."""
-    merged: dict[str, float] = {}
-    for name in sorted(read_records(run_dir)):
-        counters = (await ask_service(run_dir, name)).get("counters", {})
-        merged |= {f"{name} {key}": float(value) for key, value in counters.items() if "/" not in key}
-    return merged
 
 
 def _subtitle(run: RunRecords, recipe: Recipe) -> str:

@@ -32,6 +32,7 @@ from omnifleet.report.records import read_mapping
 from omnifleet.service import read_records
 
 _POLL_S = 0.1
+_COUNT_S = 2.0
 JsonOption = Annotated[bool, typer.Option("--log-json", help="Logs as one JSON object a line.")]
 LauncherOption = Annotated[str, typer.Option("--launcher", help="Who starts processes: local or ray.")]
 EngineOption = Annotated[str, typer.Option("--engine", hidden=True)]
@@ -210,6 +211,7 @@ def train(
 
     Ctrl-C checkpoints and stops; the same command goes on from there.
     """
+    from omnifleet.cli.counted import try_to_keep
     from omnifleet.cli.watch import watch_training
 
     loaded = resolve_model(recipe, overrides or [], launcher)
@@ -230,8 +232,12 @@ def train(
         finished = False
     finally:
         want(run_dir, train=False)
-        if not was_up and not keep_up:
-            stop_services(run_dir)
+        try:
+            if lost := try_to_keep(run_dir, deadline_s=_COUNT_S):  # the run's next life counts from 0
+                console.print(f"what the services counted is not kept: {lost}", markup=False, soft_wrap=True)
+        finally:
+            if not was_up and not keep_up:
+                stop_services(run_dir)
     if finished:
         console.print(f"{loaded.run.name}: {_outcome(run_dir)}", soft_wrap=True)
     else:

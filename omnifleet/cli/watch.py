@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omnifleet.cli.awaited import awaited
+from omnifleet.cli.counted import try_to_keep
 from omnifleet.cli.where import is_up
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
@@ -22,6 +23,7 @@ from omnifleet.report.records import read_run
 
 _TICK_S = 0.25
 _ASK_S = 1.0
+_COUNT_S = 5.0
 _ROWS = 12
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("step", "step", "{:.0f}"),
@@ -96,9 +98,13 @@ class _Now:
 
 
 def _watch(run_dir: Path, show: Callable[[list[dict[str, Any]]], None]) -> bool:
+    count_at = 0.0
     while True:
         rows = read_run(run_dir).steps
         show(rows)
+        if time.monotonic() >= count_at:  # what a process counted is gone with it
+            try_to_keep(run_dir, deadline_s=_ASK_S)
+            count_at = time.monotonic() + _COUNT_S
         lives = is_up(run_dir)  # asked first: what it said last is then there
         state = trainer_state(run_dir)
         if state in ("done", "failed"):

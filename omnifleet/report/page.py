@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from omnifleet.report.facts import Check, heldout, ledger_facts, training_facts
+from omnifleet.report.lives import Life, added_up
 from omnifleet.report.records import RunRecords
-from omnifleet.telemetry.words import told
+from omnifleet.telemetry.words import Told, told
 
 _SHOWN_SAMPLES = 12
 _SHOWN_PICTURES = 4
+_NOBODY = Life("", "", 0.0)  # has no level: what stands beside the sums of all workers
+_OF_GONE = ("samples_finished", "samples_failed", "tokens_generated", "refits")
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one service or worker counted. note: whose sums these are, if not one process's."""
+
+    who: str
+    note: str
+    rows: list[Told]
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A worker that is no longer there: how it ended, and what it had done."""
+
+    who: str
+    ended: str
+    rows: list[Told]
 
 
 def write_page(
@@ -26,11 +48,12 @@ def write_page(
     checks: Sequence[Check],
     ledger: Mapping[str, Any],
     pictures: Mapping[str, bytes],
-    counters: Mapping[str, float],
+    lives: Sequence[Life],
 ) -> Path:
     """Write the report to `out`.
 
-    ledger: counts by name. pictures: media digest -> PNG bytes for the sample rollouts. counters: "<service> <name>" -> number.
+    ledger: counts by name. pictures: media digest -> PNG bytes for the sample rollouts. lives: of the run's processes,
+    oldest first.
     """
     environment = Environment(
         loader=PackageLoader("omnifleet.report", "."), autoescape=select_autoescape(("html", "j2"))
@@ -47,7 +70,8 @@ def write_page(
         samples=samples,
         evaluations=_evaluations(run.samples),
         lacking=sum(sample["lacking"] for sample in samples),
-        counters={who: told(own, zeros=True) for who, own in _by_service(counters).items()},
+        counted=counted(lives),
+        gone=gone_workers(lives),
     )
     out.write_text(text)
     return out
@@ -104,9 +128,33 @@ def _title(run: RunRecords) -> str:
     return f"{run.name}: held-out reward {first:.2f} → {last:.2f}"
 
 
-def _by_service(counters: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    services: dict[str, dict[str, float]] = {}
-    for key, value in sorted(counters.items()):
-        who, _, name = key.partition(" ")
-        services.setdefault(who, {})[name] = value
-    return services
+def counted(lives: Sequence[Life]) -> list[Counted]:
+    """Each service and each worker that serves, then all workers together if some are gone."""
+    shown, by_who = [], {life.who: [one for one in lives if one.who == life.who] for life in lives}
+    for who in sorted(by_who, key=_place):
+        own = by_who[who]
+        if not own[0].is_worker:
+            ends = dict.fromkeys(life.ended for life in own[:-1])
+            note = f"{len(own)} processes, one after the other: the former {', '.join(ends)}" if ends else ""
+            shown.append(Counted(who, note, told(added_up(own), zeros=True)))
+        elif here := [life for life in own if not life.ended]:
+            shown.append(Counted(who, "", told(added_up(here), zeros=True)))
+    workers = [life for life in lives if life.is_worker]
+    if any(life.ended for life in workers):
+        grown = added_up([*workers, _NOBODY])
+        shown.append(Counted("all workers", f"{len(workers)} processes", told(grown, zeros=True)))
+    return shown
+
+
+def gone_workers(lives: Sequence[Life]) -> list[Gone]:
+    """Workers that left the fleet, or were lost."""
+    return [
+        Gone(life.who, life.ended, [told({n: life.counters.get(n, 0.0)}, zeros=True)[0] for n in _OF_GONE])
+        for life in lives
+        if life.is_worker and life.ended
+    ]
+
+
+def _place(who: str) -> tuple[str, int]:
+    name, _, number = who.rpartition("-")
+    return (name, int(number)) if number.isdecimal() else (who, 0)

@@ -17,6 +17,14 @@ class Unit(StrEnum):
     RATIO = "ratio"
 
 
+class Kept(StrEnum):
+    """What a counter does over the life of its process."""
+
+    GROWS = "grows"
+    LEVEL = "level"
+    QUOTIENT = "quotient"
+
+
 WORDS: dict[str, tuple[str, Unit]] = {
     # trainer
     "step": ("steps trained", Unit.COUNT),
@@ -104,6 +112,29 @@ WORDS: dict[str, tuple[str, Unit]] = {
     "asks_repeated": ("calls repeated", Unit.COUNT),
     "asks_waiting": ("calls waiting", Unit.COUNT),
 }
+LEVELS = frozenset(
+    {
+        "step",
+        "groups_running",
+        "groups_waiting",
+        "workers_ready",
+        "requests_in_flight",
+        "queue_depth",
+        "weight_version",
+        "requests_running",
+        "requests_waiting",
+        "kv_usage",
+        "objects",
+        "objects_restored",
+        "shared_memory_bytes_used",
+        "disk_bytes_used",
+        "leases_active",
+        "items_waiting",
+        "processes_busy",
+        "asks_waiting",
+    }
+)
+"""Of `WORDS`, what goes up and down: sums of it over processes or over time mean nothing."""
 _PLACES = {name: place for place, name in enumerate(WORDS)}
 _FAMILIES = {
     "attempts_": "attempts ended by",
@@ -154,6 +185,13 @@ def unit_of(name: str) -> Unit:
     if name in WORDS:
         return WORDS[name][1]
     return next((unit for ending, unit in _ENDINGS.items() if name.endswith(ending)), Unit.COUNT)
+
+
+def kept_as(name: str) -> Kept:
+    """Whether a counter's number only grows, is a level that comes and goes, or a quotient of others."""
+    if name in LEVELS:
+        return Kept.LEVEL
+    return Kept.QUOTIENT if unit_of(name) in (Unit.SHARE, Unit.RATIO) else Kept.GROWS
 
 
 def amount(value: float, unit: Unit) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from omnifleet.report.lives import read_lives
 from omnifleet.report.records import read_run
 from tests.support_run import CliRun, until
 
@@ -56,6 +57,17 @@ def test_kills_of_every_service_and_scaling_while_training(cli_run: Callable[...
     assert run.finish(180) == 0
     assert_books_balance(run, STEPS)
     assert_no_sample_of_a_crash(run)
+    assert_the_report_knows_who_ended(run)
+
+
+def assert_the_report_knows_who_ended(run: CliRun) -> None:
+    """Workers that were killed or drained are told with their end, and what a killed service had counted is added."""
+    lives = read_lives(run.run_dir)
+    ended = {life.who: life.ended.partition(":")[0] for life in lives if life.ended}
+    assert ended["worker-0"] == "dead" and ended["worker-1"] == "retired", lives
+    assert [life.ended for life in lives if life.who == "media"][0].startswith("was killed by SIGKILL"), lives
+    page = (run.run_dir / "report.html").read_text()
+    assert "Workers that are gone" in page and "2 processes, one after the other" in page
 
 
 def assert_no_sample_of_a_crash(run: CliRun) -> None:

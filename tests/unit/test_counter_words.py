@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from omnifleet.telemetry.words import WORDS, Told, Unit, amount, duration, size, told, unit_of, words_of
+from omnifleet.telemetry.words import (
+    LEVELS,
+    WORDS,
+    Kept,
+    Told,
+    Unit,
+    amount,
+    duration,
+    kept_as,
+    size,
+    told,
+    unit_of,
+    words_of,
+)
 
 ROOT = Path(__file__).parents[2]
 CALL = re.compile(r"""counters\.(?:add|gauge)\(\s*"([a-z_]+)\"""")
@@ -23,6 +36,13 @@ def test_every_counter_of_the_services_has_words() -> None:
     names = kept_names()
     assert len(names) > 50
     assert [name for name in names if name not in WORDS] == []
+
+
+def test_every_counter_grows_or_is_a_level_or_a_quotient() -> None:
+    assert LEVELS <= WORDS.keys()
+    assert kept_as("puts") is kept_as("never_heard_of") is Kept.GROWS
+    assert kept_as("kv_usage") is kept_as("leases_active") is Kept.LEVEL
+    assert kept_as("map_rate") is kept_as("dedup_ratio") is Kept.QUOTIENT
 
 
 def test_order_units_and_what_is_left_out() -> None:

@@ -12,7 +12,8 @@ from omnifleet.cli.demo_report import demo_checks, media_checks
 from omnifleet.config import load_recipe
 from omnifleet.report.curves import draw_curves
 from omnifleet.report.facts import Check, Fact, ledger_facts, run_checks, training_facts
-from omnifleet.report.page import paired_samples, write_page
+from omnifleet.report.lives import Life, added_up, living, merged, read_lives, write_lives
+from omnifleet.report.page import counted, gone_workers, paired_samples, write_page
 from omnifleet.report.records import RunRecords, read_run
 
 RECIPE = load_recipe("cpu-tiny")
@@ -120,7 +121,7 @@ def test_page_and_curves_are_written_and_text_is_escaped(tmp_path: Path) -> None
         checks=[Check("1 < 2", True, "<b>")],
         ledger=LEDGER,
         pictures={"d": b"p"},
-        counters={"media bytes_received": 2000.0, "media puts": 3.0},
+        lives=[Life("media", "a", 1.0, {"bytes_received": 2000.0, "puts": 3.0})],
     )
     text = page.read_text()
     assert "0.50 → 0.50" in text and "&lt;answer&gt;1.0&lt;/answer&gt;" in text and "<b>" not in text
@@ -178,9 +179,69 @@ def test_a_run_that_has_only_begun_shows_one_column_and_says_what_was_not_measur
         checks=[],
         ledger={},
         pictures={},
-        counters={},
+        lives=[],
     ).read_text()
     assert "held-out reward 0.50 before training" in page and "→" not in page
     assert page.count("<th>reward</th>") == 1 and "1 pictures are not shown" in page
     for absent in ("Can this be trusted?", "Ledger", "Counted by the services", "Training"):
         assert f"<h2>{absent}" not in page
+
+
+# ------------------------------------------------------------------ processes that ended
+
+
+WORKER = {"samples_finished": 4.0, "tokens_generated": 40.0, "refits": 2.0, "kv_usage": 0.5}
+LIVES = [
+    Life(
+        "media", "m1", 1.0, {"puts": 300.0, "disk_bytes_used": 9.0, "map_rate": 0.9}, "was killed by SIGKILL"
+    ),
+    Life("worker-0", "a", 2.0, WORKER, "dead: silent for 12.1 s"),
+    Life("worker-1", "b", 3.0, WORKER, "retired: drained"),
+    Life("media", "m2", 4.0, {"puts": 27.0, "disk_bytes_used": 5.0, "map_rate": 0.1}),
+    Life("worker-10", "c", 5.0, WORKER),
+    Life("worker-2", "d", 6.0, WORKER),
+]
+
+
+def test_lives_of_a_service_are_added_up_and_workers_that_left_are_counted_and_say_how_they_ended() -> None:
+    shown = {one.who: (one.note, {row.words: row.value for row in one.rows}) for one in counted(LIVES)}
+    assert list(shown) == ["media", "worker-2", "worker-10", "all workers"]
+    note, media = shown["media"]
+    assert "2 processes" in note and "was killed by SIGKILL" in note
+    assert media == {"uploads": "327", "on disk": "5 B"}, "levels are the last one's, quotients nobody's"
+    note, workers = shown["all workers"]
+    assert note == "4 processes" and workers == {
+        "replies finished": "16",
+        "tokens generated": "160",
+        "refits": "8",
+    }
+    assert [(one.who, one.ended) for one in gone_workers(LIVES)] == [
+        ("worker-0", "dead: silent for 12.1 s"),
+        ("worker-1", "retired: drained"),
+    ]
+    assert [row.value for row in gone_workers(LIVES)[0].rows] == ["4", "0", "40", "2"]
+
+
+def test_one_process_of_each_needs_no_note_and_no_sum() -> None:
+    (one,) = counted([LIVES[3]])
+    assert one.note == "" and {row.words for row in one.rows} == {
+        "uploads",
+        "on disk",
+        "of reads by shared memory",
+    }
+    assert gone_workers(LIVES[3:]) == []
+    assert [one.who for one in counted(LIVES[4:])] == ["worker-2", "worker-10"]
+
+
+def test_what_only_grows_never_gets_less_and_an_end_stays(tmp_path: Path) -> None:
+    known = [Life("worker-0", "a", 2.0, {"refits": 5.0, "kv_usage": 0.9}, "dead: silent")]
+    seen = [Life("worker-0", "a", 0.0, {"refits": 4.0, "kv_usage": 0.1}), Life("worker-0", "b", 7.0)]
+    lives = merged(known, seen)
+    assert lives == [
+        Life("worker-0", "a", 2.0, {"refits": 5.0, "kv_usage": 0.1}, "dead: silent"),
+        Life("worker-0", "b", 7.0),
+    ]
+    write_lives(tmp_path, lives)
+    assert read_lives(tmp_path) == lives
+    assert added_up(LIVES[:1]) == LIVES[0].counters and living(LIVES)["media puts"] == 27.0
+    assert not any(name.startswith("worker-0") for name in living(LIVES))
