@@ -9,7 +9,7 @@ CODE := omnifleet lib/refit/omnifleet_refit services/media/omnifleet_media servi
         services/reward/omnifleet_reward services/trainer/omnifleet_trainer
 # One pytest run's options can be added to: make test ARGS="-k ledger -x"
 ARGS ?=
-BENCH ?= bench/demo_seeds.py bench/policy/unique_media.py bench/media/hit_path.py bench/media/dedup.py bench/media/growth.py bench/media/ingest.py \
+BENCH ?= bench/demo_seeds.py bench/policy/backends.py bench/policy/unique_media.py bench/media/hit_path.py bench/media/dedup.py bench/media/growth.py bench/media/ingest.py \
          bench/refit/run.py bench/reward/scorers.py bench/rollout/gateway.py bench/trainer/ledger.py bench/trainer/asynchrony.py bench/trainer/asynchrony_engines.py bench/trainer/loss_memory.py
 
 .PHONY: help demo test soak bench lint lint-types format env tools proto lock
