@@ -48,6 +48,23 @@ def test_query_counts_and_selects(run_dir: Path) -> None:
     assert json.loads(rows.output.splitlines()[0])["payload"].endswith("bytes>")
 
 
+def test_the_account_is_of_one_moment_while_a_training_goes_on(run_dir: Path) -> None:
+    path = run_dir / "ledger.sqlite"
+    reader, writer = LedgerReader(path), SqliteLedger(path, owner="me")
+    with reader.one_look() as look:
+        writer.add_epoch(1, ["p2"])
+        (lease,) = writer.lease_next(1, version=2, ttl_s=60)
+        writer.record_group(lease, group_of(lease, versions=(2,), reward=0.0))
+        counts = look.counts()
+        assert counts.attempts == sum(look.outcomes().values()) == 2
+        assert len(list(look.rows())) == counts.trajectories == 4
+        assert (
+            look.consumed_up_to(2) == counts.consumed and len(look.select("SELECT * FROM attempts")[1]) == 2
+        )
+    writer.close()
+    assert reader.counts().attempts == sum(reader.outcomes().values()) == 3
+
+
 def test_export_gives_the_same_rows_in_both_formats(run_dir: Path, tmp_path: Path) -> None:
     lines, table = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
     for out in (lines, table):

@@ -50,8 +50,9 @@ def query(
         for row in rows:
             typer.echo(json.dumps(dict(zip(names, row, strict=True)), default=_bytes, ensure_ascii=False))
         return
-    counts = asdict(reader.counts())
-    typer.echo(json.dumps({**counts, "outcomes": reader.outcomes()}, indent=1))
+    with reader.one_look() as look:
+        counts, outcomes = asdict(look.counts()), look.outcomes()
+    typer.echo(json.dumps({**counts, "outcomes": outcomes}, indent=1))
     if counts["consumed_twice"] or counts["lost"]:
         raise typer.Exit(1)
 

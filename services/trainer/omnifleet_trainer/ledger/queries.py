@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,24 @@ class LedgerReader:
     def __init__(self, path: Path) -> None:
         """`path`: a ledger, live or copied. Raises NOT_FOUND."""
         if not path.is_file():
-            raise OmnifleetError(Reason.NOT_FOUND, f"no ledger at {path}", knob="--run-dir")
+            raise OmnifleetError(Reason.NOT_FOUND, f"no ledger at {path}", knob="--run, --file")
         self._path = path
+        self._held: sqlite3.Connection | None = None
+
+    @contextmanager
+    def one_look(self) -> Iterator[LedgerReader]:
+        """A reader whose answers are all of one moment, however the writer goes on; for one thread, and not for long."""
+        with self._reading() as db:
+            db.execute("BEGIN")
+            db.execute("SELECT count(*) FROM leases").fetchone()  # the moment is that of the first read
+            held = LedgerReader(self._path)
+            held._held = db
+            yield held
 
     def counts(self) -> LedgerCounts:
         """The account now."""
-        db = self._connect()
-        try:
+        with self._reading() as db:
             return count_all(db)
-        finally:
-            db.close()
 
     def rows(
         self, *, lineage: str = "", state: str = "", step: int = 0, limit: int = -1
@@ -147,53 +156,50 @@ class LedgerReader:
         """
         if state and state not in STATES:
             raise invalid(f"state {state!r} is not one of {', '.join(STATES)}")
-        db = self._connect()
-        try:
+        with self._reading() as db:
             wanted = {"lineage": lineage, "state": state, "step": step, "limit": limit}
             for row in db.execute(_ROWS, wanted):
                 yield _row(row)
-        finally:
-            db.close()
 
     def select(self, sql: str, *, limit: int = 1000) -> tuple[list[str], list[tuple[Any, ...]]]:
         """One SELECT of the caller's own over the tables of schema.sql: column names and at most `limit` rows.
 
         The connection is read-only and `query_only`. Raises INVALID_REQUEST for anything that SQLite refuses.
         """
-        db = self._connect()
-        try:
-            db.execute("PRAGMA query_only = ON")
-            found = db.execute(sql)
-            if found.description is None:
-                raise invalid("the statement selects nothing", knob="--sql")
-            return [column[0] for column in found.description], found.fetchmany(limit)
-        except (sqlite3.Error, sqlite3.Warning) as error:
-            raise invalid(f"the ledger cannot answer: {error}", knob="--sql") from error
-        finally:
-            db.close()
+        with self._reading() as db:
+            try:
+                db.execute("PRAGMA query_only = ON")
+                found = db.execute(sql)
+                if found.description is None:
+                    raise invalid("the statement selects nothing", knob="--sql")
+                return [column[0] for column in found.description], found.fetchmany(limit)
+            except (sqlite3.Error, sqlite3.Warning) as error:
+                raise invalid(f"the ledger cannot answer: {error}", knob="--sql") from error
 
     def outcomes(self) -> dict[str, int]:
         """Finished attempts by outcome."""
-        db = self._connect()
-        try:
+        with self._reading() as db:
             rows = db.execute(
                 "SELECT outcome, count(*) FROM attempts WHERE outcome IS NOT NULL GROUP BY outcome"
             )
             return {str(outcome): int(n) for outcome, n in rows}
-        finally:
-            db.close()
 
     def consumed_up_to(self, step: int) -> int:
         """Trajectories that the surviving weights were trained on in steps 1 to `step`."""
-        db = self._connect()
-        try:
+        with self._reading() as db:
             query = "SELECT count(*) FROM consumptions WHERE voided_by IS NULL AND step <= ?"
             return int(db.execute(query, (step,)).fetchone()[0])
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        if self._held is not None:
+            yield self._held
+            return
+        db = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10.0)
+        try:
+            yield db
         finally:
             db.close()
-
-    def _connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10.0)
 
 
 def _row(columns: Sequence[Any]) -> LedgerRow:

@@ -117,10 +117,10 @@ def _report(record: StepRecord) -> trainer_pb2.StepReport:
 
 
 def _query(path: Path, request: trainer_pb2.QueryLedgerRequest) -> trainer_pb2.QueryLedgerReply:
-    reader = LedgerReader(path)
-    counts = reader.counts()
     limit = min(request.limit, _ROWS)
-    rows = reader.rows(lineage=request.lineage, state=request.state, limit=limit)
+    with LedgerReader(path).one_look() as look:
+        counts = look.counts()
+        rows = list(look.rows(lineage=request.lineage, state=request.state, limit=limit))
     return trainer_pb2.QueryLedgerReply(
         counts=trainer_pb2.LedgerCounts(**{name: getattr(counts, name) for name in _COUNTS}),
         rows=[_row(row) for row in rows],
