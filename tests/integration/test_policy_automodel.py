@@ -23,6 +23,7 @@ from omnifleet_trainer.policy import automodel
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
 from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.policy.folder import write_folder
+from omnifleet_trainer.policy.job import Job
 from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from tests.integration.batch_sample import ith_sample
@@ -47,7 +48,7 @@ def open_tiny(
 ) -> AutoModelPolicy:
     objective = settings.pop("objective", ObjectiveConfig())
     trainer = TrainerConfig(optimizer=OptimizerConfig(lr=lr), threads=1, **settings)
-    return AutoModelPolicy(source, trainer=trainer, objective=objective, temperature=0.7, freeze=freeze)
+    return AutoModelPolicy(Job(source, trainer, objective, temperature=0.7, freeze=freeze))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerCon
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
+from omnifleet_trainer.policy.job import Job
 from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from omnifleet_trainer.tiny.families import FAMILIES, PROCESSORS, Family, known_family
@@ -42,7 +43,7 @@ def source(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def policy(source: Path) -> Iterator[AutoModelPolicy]:
     trainer = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), threads=1, micro_batch_tokens=150)
-    policy = AutoModelPolicy(source, trainer=trainer, objective=ObjectiveConfig(), temperature=TEMPERATURE)
+    policy = AutoModelPolicy(Job(source, trainer, ObjectiveConfig(), temperature=TEMPERATURE))
     yield policy
     policy.close()
 

@@ -21,6 +21,8 @@ from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import megatron as compat
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
 from omnifleet_trainer.policy.build import open_policy
+from omnifleet_trainer.policy.group import ALONE
+from omnifleet_trainer.policy.job import Job, open_rank
 from omnifleet_trainer.policy.megatron import MegatronPolicy
 from omnifleet_trainer.policy.packing import Packing
 from omnifleet_trainer.policy.passes import OneByOne
@@ -52,19 +54,22 @@ def source(folders: dict[str, Path]) -> Path:
     return folders["qwen2_5_vl"]
 
 
-def settings(
-    backend: Any, *, lr: float = 1e-3, objective: ObjectiveConfig | None = None, **changes: Any
-) -> dict[str, Any]:
+def job(
+    source: Path,
+    backend: Any,
+    *,
+    lr: float = 1e-3,
+    objective: ObjectiveConfig | None = None,
+    freeze: tuple[str, ...] = (),
+    **changes: Any,
+) -> Job:
     optimizer = OptimizerConfig(lr=lr, weight_decay=DECAY, warmup_steps=2)
-    return {
-        "trainer": TrainerConfig(backend=backend, optimizer=optimizer, threads=1, **changes),
-        "objective": objective or ObjectiveConfig(),
-        "temperature": TEMPERATURE,
-    }
+    trainer = TrainerConfig(backend=backend, optimizer=optimizer, threads=1, **changes)
+    return Job(source, trainer, objective or ObjectiveConfig(), temperature=TEMPERATURE, freeze=freeze)
 
 
-def opened(source: Path, *, freeze: tuple[str, ...] = (), **changes: Any) -> MegatronPolicy:
-    return MegatronPolicy(source, **settings("megatron", **changes), freeze=freeze)
+def opened(source: Path, **changes: Any) -> MegatronPolicy:
+    return MegatronPolicy(job(source, "megatron", **changes))
 
 
 @pytest.fixture
@@ -130,8 +135,8 @@ def test_both_backends_and_plain_transformers_train_alike(folders: dict[str, Pat
     batch = batch_for(source)
     expected, plain = plain_training(source, batch, 3)
     work = []
-    for backend, make in (("megatron", MegatronPolicy), ("automodel", AutoModelPolicy)):
-        policy = make(source, **settings(backend, micro_batch_tokens=150, peak_tflops=0.1))
+    for backend in ("megatron", "automodel"):
+        policy = open_rank(job(source, backend, micro_batch_tokens=150, peak_tflops=0.1), ALONE)
         try:
             close_to(policy.logprobs(batch), expected, rtol=1e-5)
             rows = [policy.train(batch) for _ in range(3)]
@@ -182,8 +187,8 @@ def test_a_mixture_gives_the_logprobs_of_plain_transformers(folders: dict[str, P
 @pytest.mark.parametrize("changes", [{"packing": False}, {"recompute": True}])
 def test_padding_and_recomputing_change_no_number(source: Path, changes: dict[str, bool]) -> None:
     batch, results = batch_for(source), []
-    for settings_ in ({}, changes):
-        policy = opened(source, **settings_)
+    for settings in ({}, changes):
+        policy = opened(source, **settings)
         try:
             logprobs = policy.logprobs(batch)
             steps = [policy.train(batch) for _ in range(2)]
@@ -205,7 +210,7 @@ def test_optimiser_state_moves_between_backends(source: Path, tmp_path: Path) ->
         after = weights_of(policy)
     finally:
         policy.close()
-    other = AutoModelPolicy(source, **settings("automodel"))
+    other = AutoModelPolicy(job(source, "automodel"))
     try:
         other.load(tmp_path / "saved")
         assert other.train(batch)["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)

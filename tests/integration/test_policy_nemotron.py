@@ -17,6 +17,7 @@ from omnifleet.types import Digest
 from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
+from omnifleet_trainer.policy.job import Job
 from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.tiny.hybrid import DENSE, MIXED, write_hybrid
 from tests.integration.family_world import close_to
@@ -59,10 +60,7 @@ def opened(
     trainer = TrainerConfig(
         optimizer=OptimizerConfig(lr=lr, warmup_steps=2), threads=1, micro_batch_tokens=300, **changes
     )
-    objective = ObjectiveConfig()
-    return AutoModelPolicy(
-        source, trainer=trainer, objective=objective, temperature=TEMPERATURE, freeze=freeze
-    )
+    return AutoModelPolicy(Job(source, trainer, ObjectiveConfig(), temperature=TEMPERATURE, freeze=freeze))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerCon
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
+from omnifleet_trainer.policy.job import Job
 from omnifleet_trainer.policy.replay import check_replayable
 from tests.integration.family_world import close_to
 from tests.unit.step_world import sample
@@ -51,7 +52,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def policy(source: Path) -> Iterator[AutoModelPolicy]:
     trainer = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), threads=1, micro_batch_tokens=150)
-    policy = AutoModelPolicy(source, trainer=trainer, objective=ObjectiveConfig(), temperature=1.0)
+    policy = AutoModelPolicy(Job(source, trainer, ObjectiveConfig()))
     yield policy
     policy.close()
 

@@ -6,20 +6,17 @@ on any number of ranks. The model stays in eval mode throughout, so that no drop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 
-from omnifleet.config.recipe import ObjectiveConfig, TrainerConfig
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.config.recipe import TrainerConfig
 from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import automodel as compat
@@ -27,14 +24,11 @@ from omnifleet_trainer.objectives.logprobs import hidden_logprobs
 from omnifleet_trainer.policy.families.registry import family_of, needs_filling
 from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import stored
-from omnifleet_trainer.policy.group import ALONE, Place, start_group
 from omnifleet_trainer.policy.head import PlainHead, plain_head
 from omnifleet_trainer.policy.held import held_by
 from omnifleet_trainer.policy.lora import Adapters, adapters_of, write_adapters
-from omnifleet_trainer.policy.mismatch import OnMismatch
-from omnifleet_trainer.policy.names import checkpoint_files, checkpoint_shapes, matching
+from omnifleet_trainer.policy.names import checkpoint_files
 from omnifleet_trainer.policy.optimizer import Optimizer
-from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.rank import RankPolicy
 from omnifleet_trainer.policy.recompute import recompute_layers
 from omnifleet_trainer.policy.replay import Routers
@@ -45,58 +39,14 @@ from omnifleet_trainer.policy.vision import Vision
 
 
 class AutoModelPolicy(RankPolicy):
-    """`Policy` over a Hugging Face checkpoint folder.
+    """`Policy` over the model class of transformers."""
 
-    temperature: the one that generation logprobs were taken at (1 for raw ones). freeze: glob patterns over
-    checkpoint names. place, store: of a rank of a world, see `start_group`. Raises OmnifleetError(INVALID_CONFIG,
-    UNSUPPORTED, MODEL_MISSING) before anything is loaded where it can.
-    """
+    def _check(self) -> None:
+        if (tp := self._trainer.parallel.tp) > 1:
+            check_tensor_parallel(self._source, tp)
 
-    def __init__(
-        self,
-        source: Path,
-        *,
-        trainer: TrainerConfig,
-        objective: ObjectiveConfig,
-        temperature: float = 1.0,
-        freeze: Sequence[str] = (),
-        seed: int = 0,
-        feature_cache_bytes: int = 1 << 30,
-        on_mismatch: OnMismatch | None = None,
-        place: Place = ALONE,
-        store: Store | None = None,
-    ) -> None:
-        super().__init__(
-            source,
-            trainer=trainer,
-            objective=objective,
-            temperature=temperature,
-            on_mismatch=on_mismatch,
-            place=place,
-        )
-        if trainer.parallel.tp > 1:
-            check_tensor_parallel(source, trainer.parallel.tp)
-        shapes = checkpoint_shapes(source)
-        frozen = matching(shapes, freeze)
-        torch.manual_seed(seed)
-        self._owns_group = start_group(place, store)
-        try:
-            self._open(source, shapes, frozen, seed, feature_cache_bytes)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(
-        self,
-        source: Path,
-        shapes: dict[str, tuple[int, ...]],
-        frozen: set[str],
-        seed: int,
-        feature_cache_bytes: int,
-    ) -> None:
-        place, trainer = self._place, self._trainer
-        parallel = trainer.parallel
-        self._peers = Peers(index=parallel.data_rank(place.rank), size=parallel.dp, stride=parallel.together)
+    def _open(self, frozen: set[str]) -> None:
+        source, shapes, place, trainer = self._source, self._shapes, self._place, self._trainer
         fills = place.world > 1 and needs_filling(source)
         self._model, self._mesh = _build(source, trainer, empty=fills)
         self._routers = Routers(self._model, self._model.config)
@@ -106,13 +56,16 @@ class AutoModelPolicy(RankPolicy):
         if place.world > 1:
             make_enterable(self._model)
         self._family = family_of(self._model)
-        self._shapes, passive = shapes, self._family.passive
-        self._held = held_by(self._model, shapes, fixed=tuple(self._family.fixed), passive=passive)
+        self._held = held_by(
+            self._model, shapes, fixed=tuple(self._family.fixed), passive=self._family.passive
+        )
         self._passive = sorted(set(shapes) - self._held.all_sources(self._held.names))
         if fills:
             self._fill(source)
         parameters = dict(self._model.named_parameters())
-        self._adapters = None if trainer.lora is None else Adapters(self._model, trainer.lora, seed=seed)
+        self._adapters = (
+            None if trainer.lora is None else Adapters(self._model, trainer.lora, seed=self._seed)
+        )
         known = [name for name in parameters if name in self._held]
         trains = set(known) - self._held.frozen(known, frozen)
         if self._adapters is not None:
@@ -124,13 +77,12 @@ class AutoModelPolicy(RankPolicy):
             self._trainable,
             trainer.optimizer,
             held=self._held if self._adapters is None else None,
-            foreach=None if parallel.tp == 1 else False,
+            foreach=None if trainer.parallel.tp == 1 else False,
         )
         self.encoder_trains = any(name.startswith(self._family.encoder) for name in trains)
         self._vision = Vision(
             self._family,
             frozen=not self.encoder_trains,
-            cache_bytes=feature_cache_bytes,
             anywhere=self._peers.any if place.world > 1 else None,
         )
         self._chunk = trainer.logprob_chunk or 0
@@ -197,10 +149,7 @@ class AutoModelPolicy(RankPolicy):
         self._peers.together(lambda: self._load(folder))
 
     def _load(self, folder: Path) -> None:
-        if checkpoint_shapes(folder / "policy") != self._shapes:
-            raise OmnifleetError(
-                Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
-            )
+        self._check_stored(folder)
         self._drop_whole_copies()
         if self._adapters is not None:
             self._adapters.load(folder)
@@ -228,14 +177,6 @@ class AutoModelPolicy(RankPolicy):
     def onload(self) -> None:
         """See `Policy`."""
         self._move(self._device)
-
-    def close(self) -> None:
-        """See `Policy`."""
-        if hasattr(self, "_vision"):  # else it failed while it opened
-            self._vision.clear()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
 
     def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
         def forward(micro: MicroBatch) -> Tensor:

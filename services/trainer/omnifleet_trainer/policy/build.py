@@ -17,8 +17,7 @@ def open_policy(recipe: Recipe, source: Path, *, run_dir: Path | None = None) ->
     """The policy that `recipe.trainer.backend` names, over the checkpoint folder `source`. Close it when done.
 
     More ranks than one (`trainer.parallel`) run in processes that are started here and end with this one.
-    run_dir: plots of mismatches go into it, None = no plots. Raises OmnifleetError (see `AutoModelPolicy`,
-    `MegatronPolicy`, `WorldPolicy`).
+    run_dir: plots of mismatches go into it, None = no plots. Raises OmnifleetError (see `RankPolicy`, `WorldPolicy`).
     """
     if recipe.trainer.backend == "fake":
         from omnifleet_trainer.policy.fake import FakePolicy

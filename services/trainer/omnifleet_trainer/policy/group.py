@@ -1,8 +1,9 @@
-"""The process group of a rank: of its own, or of a world that is just being built."""
+"""Where a rank stands: its share of the host, and its process group, of its own or of a world that is just being built."""
 
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +26,22 @@ class Place:
     per_node: int = 1
 
     @property
-    def device(self) -> int:
+    def gpu(self) -> int:
         """Its GPU, where there are some."""
         return self.rank % self.per_node
+
+    def device(self) -> torch.device:
+        """Where it computes; alone it stays on the GPU that is current."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", self.gpu if self.world > 1 else torch.cuda.current_device())
+
+    def take_threads(self, count: int | None) -> None:
+        """Compute on so many threads; None: on its part of the node's, where others are."""
+        if count is None and self.world > 1:  # else every rank takes all of them
+            count = max((os.cpu_count() or 1) // self.per_node, 1)
+        if count is not None:
+            torch.set_num_threads(count)
 
 
 ALONE = Place(rank=0, world=1, port=0, timeout_s=600.0)
@@ -51,7 +65,7 @@ def start_group(place: Place, store: Store | None = None) -> bool:
     if place.world == 1:
         store = HashStore()
     elif torch.cuda.is_available():
-        torch.cuda.set_device(place.device)
+        torch.cuda.set_device(place.gpu)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
         backend,

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """source: checkpoint folder. temperature, freeze: see `AutoModelPolicy`. seed: of the run."""
+    """source: checkpoint folder. temperature: the one that generation logprobs were taken at (1 for raw ones).
+    freeze: glob patterns over the checkpoint's names. seed: of the run."""
 
     source: Path
     trainer: TrainerConfig
@@ -69,21 +70,11 @@ class Job:
 def open_rank(
     job: Job, place: Place, store: Store | None = None, on_mismatch: OnMismatch | None = None
 ) -> RankPolicy:
-    """This process's rank of the policy; collective if the world has others. Raises OmnifleetError, see the backends."""
-    settings: dict[str, Any] = {
-        "trainer": job.trainer,
-        "objective": job.objective,
-        "temperature": job.temperature,
-        "freeze": job.freeze,
-        "seed": job.seed,
-        "on_mismatch": on_mismatch,
-        "place": place,
-        "store": store,
-    }
+    """This process's rank of the policy; collective if the world has others. Raises OmnifleetError, see `RankPolicy`."""
     if job.trainer.backend == "megatron":
         from omnifleet_trainer.policy.megatron import MegatronPolicy
 
-        return MegatronPolicy(job.source, **settings)
+        return MegatronPolicy(job, place, store, on_mismatch)
     from omnifleet_trainer.policy.automodel import AutoModelPolicy
 
-    return AutoModelPolicy(job.source, **settings)
+    return AutoModelPolicy(job, place, store, on_mismatch)

@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
-from omnifleet.config.recipe import ObjectiveConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
@@ -33,20 +30,17 @@ from omnifleet_trainer.policy.families.nemotron import NemotronOmni
 from omnifleet_trainer.policy.families.qwen import unknown_family
 from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import stored
-from omnifleet_trainer.policy.group import ALONE, Place, start_group
 from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
 from omnifleet_trainer.policy.megatron_nemotron import HYBRID
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
 from omnifleet_trainer.policy.megatron_pipeline import Pipeline
 from omnifleet_trainer.policy.megatron_replay import MegatronRouters
 from omnifleet_trainer.policy.megatron_sequence import Division
-from omnifleet_trainer.policy.mismatch import OnMismatch
-from omnifleet_trainer.policy.names import checkpoint_files, checkpoint_shapes, matching
+from omnifleet_trainer.policy.names import checkpoint_files
 from omnifleet_trainer.policy.optimizer import check_moments
 from omnifleet_trainer.policy.packing import Packing
 from omnifleet_trainer.policy.parked import Parked
 from omnifleet_trainer.policy.passes import Schedule
-from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.rank import RankPolicy
 from omnifleet_trainer.policy.recompute import recompute_layers
 from omnifleet_trainer.policy.vision import Vision, layout_of
@@ -57,64 +51,31 @@ _TOWER = ("model.visual.", *NemotronOmni.encoder)
 
 
 class MegatronPolicy(RankPolicy):
-    """`Policy` over a Hugging Face checkpoint folder. Arguments and errors as `AutoModelPolicy`.
-
-    Besides, OmnifleetError(UNSUPPORTED) for a chunk or family that this backend does not have, before anything
-    is loaded; INVALID_CONFIG for a freeze pattern that splits a fused weight.
-    """
+    """`Policy` over Megatron's own layers; a freeze pattern must not split a fused weight."""
 
     _optimizer: MegatronOptimizer
+    _parked: Parked | None = None
+    _open_groups = False
 
-    def __init__(
-        self,
-        source: Path,
-        *,
-        trainer: TrainerConfig,
-        objective: ObjectiveConfig,
-        temperature: float = 1.0,
-        freeze: Sequence[str] = (),
-        seed: int = 0,
-        feature_cache_bytes: int = 1 << 30,
-        on_mismatch: OnMismatch | None = None,
-        place: Place = ALONE,
-        store: Store | None = None,
-    ) -> None:
-        super().__init__(
-            source,
-            trainer=trainer,
-            objective=objective,
-            temperature=temperature,
-            on_mismatch=on_mismatch,
-            place=place,
-        )
-        _refuse(trainer)
-        self._packs = trainer.packing is not False
-        self._parked: Parked | None = None
-        self._shapes = checkpoint_shapes(source)
-        family = _family(source)
-        frozen = matching(self._shapes, freeze)
-        torch.manual_seed(seed)
-        self._owns_group, self._open_groups = start_group(place, store), True
-        try:
-            self._open(source, family, frozen, feature_cache_bytes)
-        except BaseException:
-            self.close()
-            raise
+    def _check(self) -> None:
+        if self._trainer.logprob_chunk is not None:
+            raise OmnifleetError(
+                Reason.UNSUPPORTED,
+                "the megatron backend computes the logits of a micro-batch at once",
+                knob="trainer.logprob_chunk",
+            )
+        _family(self._source)
 
-    def _open(self, source: Path, family: Any, frozen: set[str], cache_bytes: int) -> None:
+    def _open(self, frozen: set[str]) -> None:
+        self._open_groups = True
+        self._packs = self._trainer.packing is not False
+        parallel = self._trainer.parallel
         with compat.on_cpu():
-            parallel = self._trainer.parallel
             self._built: Built = build(
-                source, self._shapes, frozen, parallel, getattr(torch, self._trainer.dtype)
+                self._source, self._shapes, frozen, parallel, getattr(torch, self._trainer.dtype)
             )
             parameters = dict(self._built.core.named_parameters())
             self._trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-            self._peers = Peers(
-                index=parallel.data_rank(self._place.rank),
-                size=parallel.dp,
-                stride=parallel.together,
-                stages=parallel.pp,
-            )
             layers = self._built.config.get_text_config().num_hidden_layers
             self._routers = MegatronRouters(self._built.core, layers, self._peers)
             self._mixture = self._routers.mixture
@@ -129,16 +90,16 @@ class MegatronPolicy(RankPolicy):
                 distributed=parallel.distributed_optimizer,
             )
             if self._built.half:
-                self._optimizer.load_masters(checkpoint_files(source))
+                self._optimizer.load_masters(checkpoint_files(self._source))
         self.encoder_trains = any(name.startswith(_ENCODER) for name in self._training)
         self._division = Division(parallel, self._place.rank)
         if not self._division.whole:
             from omnifleet_trainer.compat.megatron_layers import attend_over
 
             attend_over(self._built.core.language_model, self._division.group)
-        self._family = family(self._built.core, self._built.config)
+        self._family = _family(self._source)(self._built.core, self._built.config)
         self._family.division = self._division
-        self._vision = Vision(self._family, frozen=not self.encoder_trains, cache_bytes=cache_bytes)
+        self._vision = Vision(self._family, frozen=not self.encoder_trains)
         if self._trainer.peak_tflops is not None:
             self._flops = _flops(self._built.config, self._training)
         self._remember_reference()
@@ -215,10 +176,7 @@ class MegatronPolicy(RankPolicy):
         self._vision.clear()
 
     def _check_stored(self, folder: Path) -> None:
-        if checkpoint_shapes(folder / "policy") != self._shapes:
-            raise OmnifleetError(
-                Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
-            )
+        super()._check_stored(folder)
         check_moments(folder / "optimizer", self._training)
 
     def offload(self) -> None:
@@ -242,15 +200,11 @@ class MegatronPolicy(RankPolicy):
 
     def close(self) -> None:
         """See `Policy`."""
-        if hasattr(self, "_vision"):
-            self._vision.clear()
         parallel = sys.modules.get("megatron.core.parallel_state")
         if self._open_groups and parallel is not None:  # None: it failed before Megatron was imported
             parallel.destroy_model_parallel()
         self._open_groups = False
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
+        super().close()
 
     def _schedule(self, batch: StepBatch) -> Schedule:
         if self._trainer.parallel.pp == 1:
@@ -317,15 +271,6 @@ class MegatronPolicy(RankPolicy):
         yield from ((name, tensor.detach()) for name, tensor in tensors if name in self._shapes)
         with stored(checkpoint_files(self._source)) as read:
             yield from ((name, read(name)) for name in self._built.passive)
-
-
-def _refuse(trainer: TrainerConfig) -> None:
-    if trainer.logprob_chunk is not None:
-        raise OmnifleetError(
-            Reason.UNSUPPORTED,
-            "the megatron backend computes the logits of a micro-batch at once",
-            knob="trainer.logprob_chunk",
-        )
 
 
 def _family(source: Path) -> Any:

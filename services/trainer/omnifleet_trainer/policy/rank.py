@@ -5,7 +5,6 @@ model. All ranks of a world make the same calls in the same order; see world.py.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.nn import Parameter
 
-from omnifleet.config.recipe import ObjectiveConfig, TrainerConfig
-from omnifleet.errors import Reason, invalid
+from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.batch.check import check_batch
 from omnifleet_trainer.batch.collate import MicroBatch, collate, idle
 from omnifleet_trainer.batch.samples import StepBatch
@@ -27,11 +27,13 @@ from omnifleet_trainer.batch.shares import reply_lengths, shares, updates_of
 from omnifleet_trainer.objectives.logprobs import token_logprobs
 from omnifleet_trainer.policy.flops import FlopsModel, mfu
 from omnifleet_trainer.policy.folder import finish_folder, write_folder, write_shards
-from omnifleet_trainer.policy.group import Place
+from omnifleet_trainer.policy.group import ALONE, Place, start_group
+from omnifleet_trainer.policy.job import Job
 from omnifleet_trainer.policy.mismatch import OnMismatch
+from omnifleet_trainer.policy.names import checkpoint_shapes, matching
 from omnifleet_trainer.policy.optimizer import Optimizer
 from omnifleet_trainer.policy.passes import OneByOne, Schedule, needs_prev_pass
-from omnifleet_trainer.policy.peers import ALONE, Peers
+from omnifleet_trainer.policy.peers import Peers
 from omnifleet_trainer.policy.replay import Mixture
 from omnifleet_trainer.policy.shards import Kept, own
 from omnifleet_trainer.policy.step import response_logprobs, train_step
@@ -41,10 +43,13 @@ _COUNTS = ("references", "encoded", "cached")
 
 
 class RankPolicy(ABC):
-    """The shared half of `Policy`. A backend sets the attributes below, and brings what is abstract.
+    """The shared half of `Policy`, over a Hugging Face checkpoint folder. A backend sets the attributes below, and brings
+    what is abstract.
 
-    _trainable: weights that train, by a name of the backend's. _peers: set here to this rank alone. Raises
-    OmnifleetError(INVALID_CONFIG).
+    place, store: of a rank of a world, see `start_group`. Raises OmnifleetError(INVALID_CONFIG, UNSUPPORTED, MODEL_MISSING)
+    before anything is loaded where it can.
+
+    _trainable: weights that train, by a name of the backend's.
     """
 
     encoder_trains: bool
@@ -53,40 +58,52 @@ class RankPolicy(ABC):
     _vision: Vision
     _flops: FlopsModel
     _reference: dict[str, Tensor] | None
-    _peers: Peers
     _mixture: Mixture
     _packs = False
     """Whether a micro-batch is bounded by its tokens alone, not by its padded ones."""
 
     def __init__(
         self,
-        source: Path,
-        *,
-        trainer: TrainerConfig,
-        objective: ObjectiveConfig,
-        temperature: float,
-        on_mismatch: OnMismatch | None,
-        place: Place,
+        job: Job,
+        place: Place = ALONE,
+        store: Store | None = None,
+        on_mismatch: OnMismatch | None = None,
     ) -> None:
-        self._source, self._trainer, self._objective = source, trainer, objective
-        self._temperature, self._on_mismatch = temperature, on_mismatch
-        if temperature <= 0:
+        self._source, self._trainer, self._objective = job.source, job.trainer, job.objective
+        self._temperature, self._seed, self._on_mismatch = job.temperature, job.seed, on_mismatch
+        if job.temperature <= 0:
             raise invalid(
                 "greedy samples have no logprobs to train on",
                 knob="sampling.temperature",
                 reason=Reason.INVALID_CONFIG,
             )
-        self._place, self._peers = place, ALONE
-        threads = trainer.threads
-        if threads is None and place.world > 1:  # else every rank takes all of them
-            threads = max((os.cpu_count() or 1) // place.per_node, 1)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self._device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self._device = torch.device(
-                "cuda", place.device if place.world > 1 else torch.cuda.current_device()
-            )
+        self._place, parallel = place, job.trainer.parallel
+        place.take_threads(job.trainer.threads)
+        self._device = place.device()
+        self._shapes = checkpoint_shapes(job.source)
+        self._check()
+        frozen = matching(self._shapes, job.freeze)
+        torch.manual_seed(job.seed)
+        self._owns_group = start_group(place, store)
+        self._peers = Peers(
+            index=parallel.data_rank(place.rank),
+            size=parallel.dp,
+            stride=parallel.together,
+            stages=parallel.pp,
+        )
+        try:
+            self._open(frozen)
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Refuse what this backend cannot do, before anything is loaded."""
+
+    @abstractmethod
+    def _open(self, frozen: set[str]) -> None:
+        """Load the model. frozen: names of the checkpoint. A rank of a world meets the others in it."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
@@ -109,10 +126,6 @@ class RankPolicy(ABC):
         """Back."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Free everything."""
-
-    @abstractmethod
     def _forward(self, batch: StepBatch) -> Callable[[MicroBatch], Tensor]:
         """See `passes.Forward`. Of a model that is spread over stages, this rank's part of it."""
 
@@ -123,6 +136,14 @@ class RankPolicy(ABC):
     @abstractmethod
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Master weights by checkpoint name, without a copy where that can be."""
+
+    def close(self) -> None:
+        """Free everything."""
+        if hasattr(self, "_vision"):  # else it failed while it opened
+            self._vision.clear()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
 
     def logprobs(self, batch: StepBatch) -> list[npt.NDArray[np.float32]]:
         """See `Policy`. Every rank returns those of all samples."""
@@ -205,6 +226,13 @@ class RankPolicy(ABC):
             self._optimizer.snapshot()(folder / "optimizer")
         else:
             self.snapshot()(folder)
+
+    def _check_stored(self, folder: Path) -> None:
+        """Whether a checkpoint is of this model. Raises OmnifleetError(CORRUPT)."""
+        if checkpoint_shapes(folder / "policy") != self._shapes:
+            raise OmnifleetError(
+                Reason.CORRUPT, f"{folder} holds other weights than {self._source}", knob="model.path"
+            )
 
     def _schedule(self, batch: StepBatch) -> Schedule:
         return OneByOne(self._forward(batch))

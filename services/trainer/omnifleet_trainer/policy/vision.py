@@ -61,7 +61,7 @@ class Vision:
         family: Family,
         *,
         frozen: bool,
-        cache_bytes: int,
+        cache_bytes: int = 1 << 30,
         anywhere: Callable[[bool], bool] | None = None,
     ) -> None:
         self._family, self.contract, self.frozen = family, family.contract, frozen
