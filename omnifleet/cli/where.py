@@ -17,6 +17,7 @@ RunOption = Annotated[
 ]
 
 
+_NAMED = 5
 CONTROL = "-control"
 """End of the name of a run that another is compared with."""
 
@@ -27,19 +28,29 @@ def find_run(name: str) -> Path:
         for candidate in (Path(name), Path("runs") / name):
             if (candidate / "recipe.yaml").exists():
                 return candidate.resolve()
-        raise invalid(f"no run {name!r}: neither ./{name} nor ./runs/{name} has a recipe.yaml", knob="--run")
+        raise invalid(
+            f"no run {name!r}: neither {name}/recipe.yaml nor {Path('runs') / name}/recipe.yaml is there; {_there()}",
+            knob="--run",
+        )
+    runs = _known()
+    up = [run for run in runs if is_up(run)]
+    if up or runs:
+        return (up or runs)[0].resolve()
+    raise invalid(_there(), knob="--run")
+
+
+def _known() -> list[Path]:
+    """Folders of ./runs, the newest first; controls last: the demo's is newer than the demo, and nobody means it."""
     runs = sorted(Path("runs").glob("*/recipe.yaml"), key=lambda p: p.stat().st_mtime, reverse=True)
-    runs.sort(
-        key=lambda p: p.parent.name.endswith(CONTROL)
-    )  # the demo's is newer than the demo, and nobody means it
-    up = [p.parent for p in runs if is_up(p.parent)]
-    if up:
-        return up[0].resolve()
-    if runs:
-        return runs[0].parent.resolve()
-    raise invalid(
-        "no run in ./runs; start one with `omnifleet up RECIPE` or `omnifleet train RECIPE`", knob="--run"
-    )
+    return sorted((p.parent for p in runs), key=lambda run: run.name.endswith(CONTROL))
+
+
+def _there() -> str:
+    """The runs of ./runs, and how to come to one."""
+    names = [run.name for run in _known()]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    there = f"in ./runs are {', '.join(names[:_NAMED])}{more}" if names else "there is none in ./runs"
+    return f"{there}; `omnifleet train RECIPE` starts one, `omnifleet config list` names recipes"
 
 
 def is_up(run_dir: Path) -> bool:
