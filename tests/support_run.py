@@ -39,6 +39,7 @@ class CliRun:
         self.overrides = overrides
         self.engine = engine
         self.process: subprocess.Popen[str] | None = None
+        self.said = ""
 
     @property
     def run_dir(self) -> Path:
@@ -68,6 +69,7 @@ class CliRun:
             out, _ = self.process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"training did not end; logs:\n{self.logs()}") from None
+        self.said = out
         if self.process.returncode not in (0, 130):
             raise AssertionError(f"train ended with {self.process.returncode}:\n{out}\n{self.logs()}")
         return self.process.returncode

@@ -19,7 +19,7 @@ from omnifleet.cli.where import is_up
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.supervisor import last_line, read_state
-from omnifleet.report.records import read_run
+from omnifleet.report.records import read_mapping, read_run
 
 _TICK_S = 0.25
 _ASK_S = 1.0
@@ -59,7 +59,7 @@ def watch_training(run_dir: Path, recipe: Recipe, console: Console, *, title: st
     )
     task = progress.add_task(title or run_dir.name, total=recipe.trainer.steps)
     if not console.is_terminal:
-        return _watch(run_dir, _LinePrinter(console).show)
+        return _watch(run_dir, _LinePrinter(console).show, _Lives(run_dir, console).tell)
     now = _Now(lambda: awaited(run_dir, recipe))
     with Live(console=console, refresh_per_second=4, transient=False) as live:
 
@@ -71,7 +71,7 @@ def watch_training(run_dir: Path, recipe: Recipe, console: Console, *, title: st
             waits = [] if ended else [Text(f"now: {now.words()}", style="dim")]
             live.update(Group(*table, *waits, progress))
 
-        return _watch(run_dir, draw)
+        return _watch(run_dir, draw, _Lives(run_dir, console).tell)
 
 
 def metrics_table(rows: list[dict[str, Any]]) -> Table:
@@ -97,10 +97,31 @@ class _Now:
         return self._words
 
 
-def _watch(run_dir: Path, show: Callable[[list[dict[str, Any]]], None]) -> bool:
+class _Lives:
+    """Tells once of each trainer that began while we watch, and did not begin afresh, from where it goes on."""
+
+    def __init__(self, run_dir: Path, console: Console) -> None:
+        self._run_dir, self._console = run_dir, console
+        self._lineage = self._start().get("lineage")
+
+    def tell(self) -> None:
+        start = self._start()
+        if start.get("lineage") != self._lineage:
+            self._lineage = start.get("lineage")
+            if resumed := start.get("resumed"):
+                self._console.print(resumed, markup=False, highlight=False, soft_wrap=True)
+
+    def _start(self) -> dict[str, Any]:
+        return read_mapping(self._run_dir / "start.json")
+
+
+def _watch(
+    run_dir: Path, show: Callable[[list[dict[str, Any]]], None], tell_of_resumes: Callable[[], None]
+) -> bool:
     count_at = 0.0
     while True:
         rows = read_run(run_dir).steps
+        tell_of_resumes()
         show(rows)
         if time.monotonic() >= count_at:  # what a process counted is gone with it
             try_to_keep(run_dir, deadline_s=_ASK_S)

@@ -65,7 +65,8 @@ def assert_the_report_knows_who_ended(run: CliRun) -> None:
     lives = read_lives(run.run_dir)
     ended = {life.who: life.ended.partition(":")[0] for life in lives if life.ended}
     assert ended["worker-0"] == "dead" and ended["worker-1"] == "retired", lives
-    assert [life.ended for life in lives if life.who == "media"][0].startswith("was killed by SIGKILL"), lives
+    media = [life.ended for life in lives if life.who == "media"]
+    assert len(media) == 2 and media[0].startswith("was killed by SIGKILL"), lives
     page = (run.run_dir / "report.html").read_text()
     assert "Workers that are gone" in page and "2 processes, one after the other" in page
 
@@ -93,7 +94,9 @@ def test_ctrl_c_then_the_same_command_resumes(cli_run: Callable[..., CliRun]) ->
     assert 4 <= stopped < 12
     run.train()
     assert run.finish(120) == 0
+    assert f"resumed from step {stopped}" in run.said
     assert_books_balance(run, 12)
+    assert len([life for life in read_lives(run.run_dir) if life.who == "gateway"]) == 2
     lineages = {row["lineage"] for row in read_run(run.run_dir).steps}
     assert len(lineages) == 2, "a resume starts a new lineage"
 

@@ -105,6 +105,8 @@ def test_faults_of_the_prompt_are_bounded_those_of_machines_are_not(ledger: Sqli
 def test_an_attempt_that_a_stop_cut_off_has_not_failed(ledger: SqliteLedger) -> None:
     assert not ledger.fail_attempt(_lease(ledger), Outcome.INFRA_ERROR, CUT_OFF, limit=1)
     assert ledger.counts().failed == 0 and ledger.counts().attempts == 1
+    rollback = ledger.roll_back_to(0, "b")
+    assert (rollback.cut_off, rollback.reclaimed) == (1, 0), "its prompt is to be taken up again"
 
 
 def test_a_stale_group_makes_its_prompt_pending_again(ledger: SqliteLedger) -> None:

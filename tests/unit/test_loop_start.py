@@ -14,9 +14,10 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import WeightVersion
 from omnifleet_trainer.checkpoint import CheckpointState, write_checkpoint
 from omnifleet_trainer.ledger import SqliteLedger
+from omnifleet_trainer.ledger.port import Rollback
 from omnifleet_trainer.loop.changes import keep_recipe, recipe_digest
 from omnifleet_trainer.loop.journal import Journal, StepRecord
-from omnifleet_trainer.loop.start import LEDGER, find_start
+from omnifleet_trainer.loop.start import LEDGER, find_start, resumed_in_words
 from tests.unit.loop_world import rows, world
 
 
@@ -96,3 +97,24 @@ def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
     path.write_text(json.dumps(line) + "\n" + json.dumps(line)[:20])
     Journal(tmp_path, step=1).write(StepRecord(2, WeightVersion("r", "a", 2), {"reward": 0.75}, 6))
     assert Journal(tmp_path, step=2).values("reward") == [0.5, 0.75]
+
+
+def test_a_resume_is_told_in_words_and_kept_for_whoever_watches(tmp_path: Path) -> None:
+    first = find_start(tmp_path, "auto")
+    first.ledger.add_epoch(0, ["p0", "p1"])
+    first.ledger.lease_next(2, version=0, ttl_s=60)
+    first.ledger.close()
+    kept = json.loads((tmp_path / "start.json").read_text())
+    assert (kept["lineage"], kept["resumed"]) == (first.lineage, "")
+    again = find_start(tmp_path, "auto")
+    again.ledger.close()
+    kept = json.loads((tmp_path / "start.json").read_text())
+    assert kept["lineage"] == again.lineage and again.began_unix == first.began_unix
+    assert kept["resumed"] == (
+        "begun again at step 0: no checkpoint yet; 2 prompts that were out taken up again"
+    )
+    found = Rollback("b", 24, ready_again=4, expired=0, kept=5, reclaimed=3, cut_off=5)
+    assert resumed_in_words(found, checkpoint=True) == (
+        "resumed from step 24; 8 prompts that were out taken up again; 5 groups ready to train; "
+        "4 groups taken back from steps after the checkpoint"
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from omnifleet.cli.awaited import in_words
-from omnifleet.cli.watch import metrics_table
+from omnifleet.cli.watch import _Lives, metrics_table
 from omnifleet.config import load_recipe
 
 RECIPE = load_recipe("cpu-tiny")
@@ -87,3 +89,19 @@ def trainer(state: str, doing: str = "", **counters: float) -> dict[str, Any]:
 )
 def test_what_a_run_does_now_in_words(status: dict[str, Any], process: dict[str, Any], words: str) -> None:
     assert words in in_words(status, process, RECIPE)
+
+
+def test_a_resume_is_told_once_and_a_fresh_start_not(tmp_path: Path) -> None:
+    console, start = Console(width=80), tmp_path / "start.json"
+    start.write_text(json.dumps({"unix": 1.0, "lineage": "a", "resumed": "resumed from step 2"}))
+    lives = _Lives(tmp_path, console)
+    with console.capture() as captured:
+        lives.tell()  # began before we watched
+        start.write_text(
+            json.dumps({"unix": 1.0, "lineage": "b", "resumed": "resumed from step 24; 8 prompts"})
+        )
+        lives.tell()
+        lives.tell()
+        start.write_text(json.dumps({"unix": 9.0, "lineage": "c", "resumed": ""}))
+        lives.tell()
+    assert captured.get() == "resumed from step 24; 8 prompts\n"

@@ -27,12 +27,13 @@ from omnifleet_trainer.ledger.codec import (
     unpack_trajectory,
 )
 from omnifleet_trainer.ledger.migrate import SCHEMA_VERSION, migrate
-from omnifleet_trainer.ledger.port import LedgerCounts, PromptLease, ReadyGroup, Rollback
+from omnifleet_trainer.ledger.port import CUT_OFF, LedgerCounts, PromptLease, ReadyGroup, Rollback
 from omnifleet_trainer.ledger.queries import count_all
 
 _BUSY_S = 10.0
 _UNCOUNTED = (Outcome.INFRA_ERROR, Outcome.STALE)
 
+_CUT_OFF_PENDING = "SELECT count(*) FROM occurrences WHERE state = 'pending' AND error IS ?"
 _EXPIRED_FULL = "SELECT id FROM groups WHERE state = 'expired' AND payload != x''"
 _CONSUMED_FULL = """
     SELECT g.id FROM groups g WHERE g.state = 'consumed' AND g.payload != x'' AND EXISTS (
@@ -75,6 +76,7 @@ class SqliteLedger:
                 "INSERT INTO lineages VALUES (?, ?, ?, ?)",
                 (new_lineage, self._lineage or None, step, _now_ms()),
             )
+            cut_off = db.execute(_CUT_OFF_PENDING, (CUT_OFF,)).fetchone()[0]
             reclaimed = self._reclaim(db, "1")
             ready_again = self._void_after(db, step, new_lineage)
             lost_weights = [
@@ -86,7 +88,7 @@ class SqliteLedger:
             _expire(db, lost_weights)
             kept = db.execute("SELECT count(*) FROM groups WHERE state = 'ready'").fetchone()[0]
         self._lineage = new_lineage
-        return Rollback(new_lineage, step, ready_again, len(lost_weights), kept, reclaimed)
+        return Rollback(new_lineage, step, ready_again, len(lost_weights), kept, reclaimed, cut_off)
 
     def _void_after(self, db: sqlite3.Connection, step: int, new_lineage: str) -> int:
         after = "SELECT trajectory FROM consumptions WHERE voided_by IS NULL AND step > ?"

@@ -48,7 +48,7 @@ class ReadyGroup:
 @dataclass(frozen=True, slots=True)
 class Rollback:
     """What a new lineage found. Counts of groups: consumed after the checkpoint and ready again, dropped because
-    weights that no longer exist made them, kept; and leases taken from dead owners."""
+    weights that no longer exist made them, kept; leases taken from dead owners; and prompts whose attempt the stop cut off."""
 
     lineage: str
     step: int
@@ -56,6 +56,7 @@ class Rollback:
     expired: int
     kept: int
     reclaimed: int
+    cut_off: int = 0
 
 
 CUT_OFF = "cancelled"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 import uuid
@@ -15,6 +16,7 @@ from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.checkpoint import latest_checkpoint
 from omnifleet_trainer.ledger import LedgerReader, SqliteLedger
+from omnifleet_trainer.ledger.port import Rollback
 from omnifleet_trainer.loop.changes import check_unchanged
 
 log = logging.getLogger("omnifleet.trainer")
@@ -30,6 +32,7 @@ _PARTS = (
     "samples.jsonl",
     "summary.json",
     "start.json",
+    "counters.json",
 )
 
 
@@ -68,17 +71,23 @@ def find_start(run_dir: Path, mode: Mode, recipe: Recipe | None = None) -> Start
         _restore(folder / LEDGER, path)
     ledger = SqliteLedger(path, owner=uuid.uuid4().hex)
     rollback = ledger.roll_back_to(step, _new_lineage())
-    if found or rollback.kept or rollback.ready_again or rollback.reclaimed:
-        log.info(
-            "resumed at step %d: %d ready groups kept (%d were trained after the checkpoint), %d of lost weights "
-            "dropped, %d prompts out at the crash are pending again",
-            step,
-            rollback.kept,
-            rollback.ready_again,
-            rollback.expired,
-            rollback.reclaimed,
-        )
-    return Start(step, rollback.lineage, folder, ledger, _began(run_dir))
+    resumed = ""
+    if found or rollback.kept or rollback.ready_again or rollback.reclaimed or rollback.cut_off:
+        resumed = resumed_in_words(rollback, checkpoint=found is not None)
+        log.info("%s", resumed)
+    return Start(step, rollback.lineage, folder, ledger, _note(run_dir, rollback.lineage, resumed))
+
+
+def resumed_in_words(rollback: Rollback, *, checkpoint: bool) -> str:
+    """Where a run goes on, and what it still has of its earlier life; what there is none of is not told."""
+    counts = (
+        (rollback.reclaimed + rollback.cut_off, "prompts that were out taken up again"),
+        (rollback.kept, "groups ready to train"),
+        (rollback.ready_again, "groups taken back from steps after the checkpoint"),
+        (rollback.expired, "groups dropped, whose weights are lost"),
+    )
+    where = f"resumed from step {rollback.step}" if checkpoint else "begun again at step 0: no checkpoint yet"
+    return "; ".join([where, *(f"{count} {words}" for count, words in counts if count)])
 
 
 def _reaches(path: Path, step: int, consumed: int) -> bool:
@@ -94,16 +103,19 @@ def _restore(copy: Path, path: Path) -> None:
     shutil.copyfile(copy, path)
 
 
-def _began(run_dir: Path) -> float:
+def _note(run_dir: Path, lineage: str, resumed: str) -> float:
+    """Say in start.json how this life of the run began; returns when the first did, Unix seconds."""
     path = run_dir / "start.json"
     try:
-        return float(json.loads(path.read_text())["unix"])
+        began = float(json.loads(path.read_text())["unix"])
     except FileNotFoundError:
-        now = time.time()
-        path.write_text(json.dumps({"unix": now}))
-        return now
+        began = time.time()
     except (ValueError, KeyError) as error:
         raise invalid(f"{path} is damaged: {error}", reason=Reason.CORRUPT) from error
+    scratch = path.with_name(f".start.{os.getpid()}.tmp")
+    scratch.write_text(json.dumps({"unix": began, "lineage": lineage, "resumed": resumed}))
+    scratch.replace(path)
+    return began
 
 
 def _put_aside(run_dir: Path) -> None:
