@@ -177,6 +177,7 @@ class Controller:
         await self._record(metrics)
         self._check_time()
         if step % self._trainer.checkpoint_every == 0 and step < self._trainer.steps and not self._stopping:
+            self._doing = f"step {step}: copying weights for a checkpoint"
             await (p.checkpoint_beside or p.checkpoint)(step)
 
     def _check_time(self) -> None:
@@ -226,6 +227,7 @@ class Controller:
         self._state = "finishing"
         if self._stopping:
             if self._checkpoint_at_stop:
+                self._doing = f"step {self.step}: writing a checkpoint"
                 await p.checkpoint(p.weights.step)
             return False
         if p.weights.step == 0:

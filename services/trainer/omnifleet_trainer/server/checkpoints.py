@@ -81,7 +81,6 @@ class Checkpoints:
         assert self._writing is not None, "no checkpoint was begun"
         path = await asyncio.shield(self._writing)
         self._writing = None
-        log.info("checkpoint in %s", path)
         self._forget()
         return path
 
@@ -100,6 +99,7 @@ class Checkpoints:
             keep_recipe(self._recipe, folder)
 
         path = write_checkpoint(self._root, step, save_policy=fill, state=state)
+        log.info("checkpoint of step %d is complete: %s", step, path)
         prune(self._root, self._retention)
         return path
 
