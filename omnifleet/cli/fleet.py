@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from omnifleet.auth import Scope
+from omnifleet.cli.tables import add_columns, open_table
 from omnifleet.cli.where import RunOption, find_run, secret, service
 from omnifleet.client.fleet import FleetClient, FleetView, Verb
 from omnifleet.launch.supervisor import read_state
@@ -46,33 +48,25 @@ def starting_workers(supervisor: dict[str, Any], view: FleetView | None) -> list
     ]
 
 
-def workers_table(view: FleetView) -> Table:
-    """The fleet as a table: state, weights, load."""
+def workers_table(view: FleetView) -> Group:
+    """The fleet as a table: state, weights, load; below it why a worker is in its state, where there is something to say."""
     target = view.target_version
-    table = Table(
-        title=f"workers (wanted {view.desired}, weights {target.number if target else 'base'})",
-        title_justify="left",
-    )
-    for column in ("worker", "state", "weights", "running", "waiting", "KV", "tok/s", "note"):
-        table.add_column(column, justify="left" if column in ("worker", "state", "note") else "right")
+    table = open_table(f"workers (wanted {view.desired}, weights {target.number if target else 'base'})")
+    numbers = ("weights", "running", "waiting", "KV", "tok/s")
+    add_columns(table, "worker", "state", *numbers, right=numbers, folded=("worker",))
+    notes = Table.grid(padding=(0, 2, 0, 0))
     for w in view.workers:
         version = str(w.version.number) if w.version and w.version.lineage != "base" else "base"
-        table.add_row(
-            w.id,
-            w.state.value,
-            version,
-            str(w.running),
-            str(w.waiting),
-            f"{w.kv_usage:.0%}",
-            f"{w.tokens_per_s:.0f}",
-            w.note,
-        )
-    return table
+        load = (str(w.running), str(w.waiting), f"{w.kv_usage:.0%}", f"{w.tokens_per_s:.0f}")
+        table.add_row(w.id, f"{w.state.value}{', pinned' if w.pinned else ''}", version, *load)
+        if w.note:
+            notes.add_row(w.id, escape(w.note))
+    return Group(table, notes) if notes.row_count else Group(table)
 
 
 @app.command("list")
 def list_workers(run: RunOption = "") -> None:
-    """Workers with their state, weight version and load."""
+    """Workers with their state, weight version and load, and why they are in that state."""
     view, console = with_fleet(run, lambda fleet: fleet.list()), Console()
     console.print(workers_table(view))
     for line in starting_workers(read_state(find_run(run)), view):

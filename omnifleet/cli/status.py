@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
 from omnifleet.auth import Scope
 from omnifleet.cli.fleet import starting_workers, workers_table
+from omnifleet.cli.tables import add_columns, open_table
 from omnifleet.cli.where import is_up, secret
 from omnifleet.client.fleet import FleetClient, FleetView
 from omnifleet.errors import OmnifleetError
@@ -54,18 +55,16 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
             body["desired_workers"] = view.desired
         console.print_json(json.dumps(body))
         return
-    console.print(f"run {run_dir.name}: {'up' if is_up(run_dir) else 'down'}   ({run_dir})")
+    console.print(f"run {run_dir.name}: {'up' if is_up(run_dir) else 'down'}   ({run_dir})", soft_wrap=True)
     if supervisor.get("failure"):
-        console.print(f"[red]{supervisor['failure']}[/red]")
-    console.print(_services_table(services, supervisor))
+        console.print(f"[red]{escape(supervisor['failure'])}[/red]")
+    console.print(services_table(services, supervisor), highlight=False)
     console.print(details_table(services), highlight=False)
     if view:
         console.print(workers_table(view))
     for line in starting_workers(supervisor, view):
         console.print(line, highlight=False)
-    for end in supervisor.get("ends", ())[-_ENDS_SHOWN:]:
-        at = time.strftime("%H:%M:%S", time.localtime(end["unix"]))
-        console.print(f"{at}  {end['name']} (pid {end['pid']}) {end['why']}", highlight=False, markup=False)
+    console.print(ends_table(supervisor), highlight=False)
 
 
 async def ask_service(run_dir: Path, name: str, *, deadline_s: float = _CALL_S) -> dict[str, Any]:
@@ -120,21 +119,35 @@ async def _ask(record: ServiceRecord, token: str, deadline_s: float = _CALL_S) -
     }
 
 
-def _services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) -> Table:
+def services_table(services: list[dict[str, Any]], supervisor: dict[str, Any]) -> Group:
+    """Who is up since when, and where; below it why somebody does not answer."""
     restarts = {p["name"]: p["restarts"] for p in supervisor.get("processes", ())}
-    table = Table(title="services", title_justify="left")
-    for column in ("service", "state", "up", "restarts", "gRPC", "HTTP"):
-        table.add_column(column, no_wrap=column != "state")
+    table = open_table("services", gap=1)
+    add_columns(
+        table,
+        "service",
+        "state",
+        "up",
+        "restarts",
+        "gRPC",
+        "HTTP",
+        right=("restarts",),
+        folded=("gRPC", "HTTP"),
+    )
+    notes = Table.grid(padding=(0, 2, 0, 0))
     for service in services:
+        answers = "uptime_s" in service
+        if not answers:
+            notes.add_row(service["name"], escape(service["state"]))
         table.add_row(
             service["name"],
-            service["state"],
-            duration(round(service["uptime_s"])) if "uptime_s" in service else "",
+            service["state"] if answers else "no answer",
+            duration(round(service["uptime_s"])) if answers else "",
             str(restarts.get(service["name"], 0)),
             service.get("grpc", ""),
             service.get("http", ""),
         )
-    return table
+    return Group(table, notes) if notes.row_count else Group(table)
 
 
 def details_table(services: list[dict[str, Any]]) -> Table:
@@ -148,6 +161,15 @@ def details_table(services: list[dict[str, Any]]) -> Table:
         lines = [" · ".join(part) for part in (facts, counters) if part]
         if lines:
             table.add_row(service["name"], escape("\n".join(lines)))
+    return table
+
+
+def ends_table(supervisor: dict[str, Any]) -> Table:
+    """The processes that ended last, and why."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for end in supervisor.get("ends", ())[-_ENDS_SHOWN:]:
+        at = time.strftime("%H:%M:%S", time.localtime(end["unix"]))
+        table.add_row(at, f"{end['name']} (pid {end['pid']})", escape(end["why"]))
     return table
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from omnifleet.cli.awaited import awaited
 from omnifleet.cli.counted import try_to_keep
+from omnifleet.cli.tables import add_columns, open_table
 from omnifleet.cli.where import is_up
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
@@ -39,13 +39,15 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("gate ms", "gate_ms", "{:.0f}"),
     ("in flight", "refit_in_flight", "{:.0f}"),
 )
-
-
-LEGEND = (
-    "held out: reward on unseen rows · TMPE: 1 = rollout and trainer agree on every logprob · lag: steps between the weights "
-    "that made a token and those it trains · gate: longest time without a token in a refit · in flight: requests that a "
-    "refit met · ·: not measured in this step"
-)
+LEGEND = {
+    "held out": "reward on unseen rows",
+    "TMPE": "1 = rollout and trainer agree on every logprob",
+    "gen KL": "divergence between the two",
+    "lag": "steps between the weights that made a token and those it trains",
+    "gate ms": "longest time without a token in a refit",
+    "in flight": "requests that a refit met",
+    "a dot": "not measured in this step",
+}
 
 
 def watch_training(run_dir: Path, recipe: Recipe, console: Console, *, title: str = "") -> bool:
@@ -66,7 +68,7 @@ def watch_training(run_dir: Path, recipe: Recipe, console: Console, *, title: st
         def draw(rows: list[dict[str, Any]]) -> None:
             progress.update(task, completed=rows[-1]["step"] if rows else 0)
             shown = [row for row in rows[:-_ROWS] if "heldout_reward" in row] + rows[-_ROWS:]
-            table = [metrics_table(shown)] if rows else []
+            table = [metrics_table(shown, console.width)] if rows else []
             ended = rows and trainer_state(run_dir) in ("done", "failed")
             waits = [] if ended else [Text(f"now: {now.words()}", style="dim")]
             live.update(Group(*table, *waits, progress))
@@ -74,15 +76,33 @@ def watch_training(run_dir: Path, recipe: Recipe, console: Console, *, title: st
         return _watch(run_dir, draw, _Lives(run_dir, console).tell)
 
 
-def metrics_table(rows: list[dict[str, Any]]) -> Table:
-    """Steps as rows. A metric that no step has yet has no column; one that a step does not have is a dot."""
-    table = Table(caption=LEGEND, caption_justify="left")
+def metrics_table(rows: list[dict[str, Any]], width: int) -> Group:
+    """Steps as rows, then what the columns mean. A metric that no step has yet has no column; one that a step does not
+    have is a dot.
+
+    width: of the terminal, in characters. Where the columns have no room, headings take two lines; then columns are left
+    out, the last one first.
+    """
     columns = [column for column in COLUMNS if any(_value(row, column[1]) is not None for row in rows)]
-    for heading, _, _ in columns:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*(_cell(row, key, form) or "·" for _, key, form in columns))
-    return table
+    cells = {heading: [_cell(row, key, form) or "·" for row in rows] for heading, key, form in columns}
+    gap = 2 if _room(cells, 2) <= width else 1
+    if _room(cells, gap) > width:
+        cells = {heading.replace(" ", "\n"): column for heading, column in cells.items()}
+    while len(cells) > 1 and _room(cells, gap) > width:
+        cells.popitem()
+    table = open_table(gap=gap)
+    add_columns(table, *cells, right=tuple(cells))
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
+    shown = {heading.replace("\n", " ") for heading in cells} | {"a dot"}
+    legend = " · ".join(f"{heading}: {words}" for heading, words in LEGEND.items() if heading in shown)
+    return Group(table, Text(legend, style="dim italic"))
+
+
+def _room(cells: dict[str, list[str]], gap: int) -> int:
+    """Characters that the columns take."""
+    widths = (max(map(len, [*heading.split("\n"), *column])) for heading, column in cells.items())
+    return sum(widths) + gap * (len(cells) - 1)
 
 
 class _Now:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 from rich.console import Console
 
 from omnifleet.cli.awaited import in_words
-from omnifleet.cli.watch import _Lives, metrics_table
+from omnifleet.cli.fleet import workers_table
+from omnifleet.cli.status import ends_table, services_table
+from omnifleet.cli.watch import COLUMNS, _Lives, metrics_table
+from omnifleet.client.fleet import FleetView, WorkerView
 from omnifleet.config import load_recipe
+from omnifleet.types import WeightVersion, WorkerState
 
 RECIPE = load_recipe("cpu-tiny")
 NEED = RECIPE.trainer.prompts_per_step
@@ -26,26 +31,26 @@ STEP = {
 }
 
 
-def lines(*rows: dict[str, Any]) -> list[str]:
-    console = Console(width=160)
+def lines(*rows: dict[str, Any], width: int = 160) -> list[str]:
+    console = Console(width=width)
     with console.capture() as captured:
-        console.print(metrics_table(list(rows)))
+        console.print(metrics_table(list(rows), width))
     return [line for line in captured.get().splitlines() if line.strip()]
 
 
 def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")]
+    return re.split(r"\s{2,}", line.strip())
 
 
 def test_before_the_first_step_there_are_only_the_columns_that_have_a_number() -> None:
     shown = lines(BEFORE)
-    assert cells(shown[1]) == ["step", "held out", "refit ms", "gate ms"]
-    assert cells(shown[3]) == ["0", "0.528", "123", "85"]
+    assert cells(shown[0]) == ["step", "held out", "refit ms", "gate ms"]
+    assert cells(shown[2]) == ["0", "0.528", "123", "85"]
 
 
 def test_what_a_step_does_not_have_is_a_dot_and_no_number() -> None:
     shown = lines(BEFORE, STEP)
-    titles = cells(shown[1])
+    titles = cells(shown[0])
     assert titles == [
         "step",
         "reward",
@@ -57,10 +62,60 @@ def test_what_a_step_does_not_have_is_a_dot_and_no_number() -> None:
         "gate ms",
         "in flight",
     ]
-    before, step = (dict(zip(titles, cells(line), strict=True)) for line in shown[3:5])
+    before, step = (dict(zip(titles, cells(line), strict=True)) for line in shown[2:4])
     assert before["reward"] == before["lag"] == before["in flight"] == "·"
     assert step["held out"] == "·" and step["lag"] == "0.00" and step["in flight"] == "3"
-    assert "not measured in this step" in " ".join(shown)
+    assert "not measured in this step" in " ".join(shown) and "gen KL" not in " ".join(shown)
+
+
+@pytest.mark.parametrize("width", [160, 100, 80, 60, 30])
+def test_in_any_width_numbers_are_whole_or_their_column_is_not_there(width: int) -> None:
+    full = {key: 12345.6789 for _, key, _ in COLUMNS} | {"step": 120, "gen_kl_error": 1.2e-5, "reward": 0.5}
+    shown = lines(full, {**full, "tokens_per_s": 1.0}, width=width)
+    assert max(map(len, shown)) <= width and "…" not in "".join(shown)
+    row = next(line.split() for line in shown if line.split()[0] == "120")
+    assert row == [form.format(full[key]) for _, key, form in COLUMNS][: len(row)]
+    assert width < 100 or len(row) == len(COLUMNS)
+
+
+def test_a_usual_step_has_all_its_columns_in_80() -> None:
+    usual = {key: 123.4 for _, key, _ in COLUMNS}
+    usual |= {"step": 120, "reward": 0.5, "heldout_reward": 0.5, "tmpe": 1.0003, "gen_kl_error": 1.2e-5}
+    usual |= {"approx_entropy": 0.94, "lag_mean": 0.93, "tokens_per_s": 12301.0, "step_s": 12.3}
+    assert any(len(line.split()) == len(COLUMNS) and "120" in line for line in lines(usual, width=80))
+
+
+def test_status_and_fleet_fit_into_80_columns_and_say_all() -> None:
+    silent = "unavailable: failed to connect to all addresses; last error: UNKNOWN: connection refused"
+    services: list[dict[str, Any]] = [
+        {"name": "media", "state": "serving", "uptime_s": 9999, "grpc": "10.128.17.211:33011", "http": "h:1"},
+        {"name": "gateway", "state": silent, "grpc": "10.128.17.211:33012", "http": "10.128.17.211:35895"},
+    ]
+    at = WeightVersion("cpu-tiny", "a81a39d9", 24, "f")
+    note = f"at {at}, needs cpu-tiny/a81a39d9:25"
+    workers = [
+        WorkerView("worker-12-5e7d65", state=WorkerState.CATCHING_UP, version=at, note=note, pinned=True),
+        WorkerView("omnifleet-worker-7c9d8b6f5-abcde-5e7d65", state=WorkerState.READY, version=at),
+    ]
+    ends = {"ends": [{"name": "trainer", "pid": 4, "why": f"was killed by SIGKILL: {silent}", "unix": 1.0}]}
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(services_table(services, {}))
+        console.print(workers_table(FleetView(workers, 2, at, 1)))
+        console.print(ends_table(ends))
+    text = captured.get()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    said = " ".join(text.split())
+    for whole in (
+        "10.128.17.211:33012",
+        "no answer",
+        "worker-12-5e7d65",
+        "catching_up, pinned",
+        note,
+        "SIGKILL",
+    ):
+        assert whole in said
+    assert "last error: UNKNOWN: connection refused" in said
 
 
 def trainer(state: str, doing: str = "", **counters: float) -> dict[str, Any]:
