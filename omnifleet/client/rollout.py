@@ -142,7 +142,7 @@ class RolloutClient:
     ) -> AsyncGenerator[Event, None]:
         """Like `generate`, as events: one PromptSeen, then Tokens, Done and Failed of all samples interleaved.
 
-        whole_samples: a gateway sends each sample's tokens at once, at its end: about 7 bytes a token instead of 100.
+        whole_samples: a gateway sends each sample's tokens at once, at its end: about 6 bytes a token instead of 25.
         """
         request = rollout_pb2.GenerateRequest(
             request_id=request_id or uuid.uuid4().hex,
