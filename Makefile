@@ -26,7 +26,7 @@ test: env tools  ## every test that runs on a CPU (under 25 minutes on two cores
 
 soak: env tools  ## the long form of the tests (at most 60 minutes)
 	@echo "Soaking: long runs with kills, scaling and restarts"
-	@$(BIN)/python -m pytest -m "soak and not gpu" $(ARGS)
+	@$(if $(ARGS),$(BIN)/python -m pytest -m "soak and not gpu" $(ARGS),scripts/run_tests.sh soak)
 
 # GPU benches (bench/refit/run.py --device cuda, bench/rollout/engine_gpu.py) are run by hand: docs/benchmarks.md.
 bench: env  ## the scripts behind docs/benchmarks.md that a CPU can run (hours; BENCH="path ..." picks)

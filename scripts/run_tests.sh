@@ -1,24 +1,33 @@
 #!/usr/bin/env bash
-# Runs what `make test` runs, in two lanes side by side: tests that start engines and services mostly wait, so unit and contract
-# tests have room beside them. The quick lane's output comes when it is over.
+# Runs what `make test` runs, or with `soak` what `make soak` runs, in two lanes side by side: tests that start engines and
+# services mostly wait, so others have room beside them. The second lane's output comes when it is over.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-pytest=(.venv/bin/python -m pytest -m "not soak and not gpu")
+if [ "${1:-}" = soak ]; then
+    marked="soak and not gpu"
+    first=(tests/chaos tests/unit)
+    second=(tests/integration tests/contract)
+else
+    marked="not soak and not gpu"
+    first=(tests/chaos tests/integration)
+    second=(tests/unit tests/contract)
+fi
+pytest=(.venv/bin/python -m pytest -m "$marked")
 log=$(mktemp)
-trap 'kill "$quick" 2>/dev/null; rm -f "$log"' EXIT
+trap 'kill "$beside" 2>/dev/null; rm -f "$log"' EXIT
 
 # A shell's background jobs ignore SIGINT, and so would what the tests start.
-env --default-signal=INT "${pytest[@]}" tests/unit tests/contract >"$log" 2>&1 &
-quick=$!
-"${pytest[@]}" tests/chaos tests/integration
-long_status=$?
-wait "$quick"
-quick_status=$?
+env --default-signal=INT "${pytest[@]}" "${second[@]}" >"$log" 2>&1 &
+beside=$!
+"${pytest[@]}" "${first[@]}"
+first_status=$?
+wait "$beside"
+second_status=$?
 echo
-echo "Beside it: unit and contract tests"
+echo "Beside it: ${second[*]}"
 cat "$log"
-if [ $long_status -ne 0 ] || [ $quick_status -ne 0 ]; then
-    echo "Failed: $([ $long_status -eq 0 ] || echo "tests/chaos tests/integration (above) ")$([ $quick_status -eq 0 ] || echo "tests/unit tests/contract")" >&2
+if [ $first_status -ne 0 ] || [ $second_status -ne 0 ]; then
+    echo "Failed: $([ $first_status -eq 0 ] || echo "${first[*]} (above) ")$([ $second_status -eq 0 ] || echo "${second[*]}")" >&2
     exit 1
 fi
