@@ -34,6 +34,8 @@ from omnifleet_rollout.gateway.routing import Router
 from omnifleet_rollout.gateway.session_key import SessionKeys
 from omnifleet_rollout.gateway.sessions import Sessions
 
+MODEL = "policy"
+"""What a chat request may always call the model that is served."""
 _NO_DEADLINE_S = 1e7  # gRPC answers with a huge number where the caller set none
 
 
@@ -135,7 +137,7 @@ class Gateway:
         paths = [str(self._model_path)] if self._model_path else []
         paths += [w.model for w in self.fleet.registry.workers() if w.model]
         names = [name for path in paths for name in (Path(path).name, path)]
-        return [*dict.fromkeys(["policy", *names])]
+        return [*dict.fromkeys([MODEL, *names])]
 
     def status(self) -> common_pb2.ServiceStatus:
         """Counters, and facts: workers by state, target version, desired, each worker's load, each run's account."""

@@ -30,17 +30,20 @@ class Links:
     def __init__(self, secret: str) -> None:
         self.metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, rollout_pb2_grpc.RolloutStub] = {}
 
     def stub(self, worker: WorkerView) -> rollout_pb2_grpc.RolloutStub:
         """The Rollout service of a worker."""
-        channel = self._channels.get(worker.id)
-        if channel is None:
+        stub = self._stubs.get(worker.id)
+        if stub is None:
             channel = self._channels[worker.id] = open_channel(worker.grpc_address)
-        return rollout_pb2_grpc.RolloutStub(channel)  # type: ignore[no-untyped-call]
+            stub = self._stubs[worker.id] = rollout_pb2_grpc.RolloutStub(channel)  # type: ignore[no-untyped-call]
+        return stub
 
     async def keep(self, living: Iterable[str]) -> None:
         """Close the channels of all other workers."""
         for id in self._channels.keys() - set(living):
+            del self._stubs[id]
             await self._channels.pop(id).close(None)
 
     async def close(self) -> None:

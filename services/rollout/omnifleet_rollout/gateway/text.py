@@ -24,8 +24,7 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; the text that is certain now."""
         self._ids += token_ids
-        before = self._decode(self._ids[self._window : self._read])
-        after = self._decode(self._ids[self._window :])
+        before, after = self._around()
         if len(after) <= len(before) or after.endswith(_HALF):
             return ""
         self._window, self._read = self._read, len(self._ids)
@@ -33,10 +32,16 @@ class TextStream:
 
     def flush(self) -> str:
         """The reply has ended; what was held back."""
-        before = self._decode(self._ids[self._window : self._read])
-        after = self._decode(self._ids[self._window :])
+        before, after = self._around()
         self._window = self._read = len(self._ids)
         return self._release(after[len(before) :], last=True)
+
+    def _around(self) -> tuple[str, str]:
+        """Text of the window without and with what is not read yet."""
+        if self._read == len(self._ids):
+            return "", ""
+        read = self._ids[self._window : self._read]
+        return self._decode(read) if read else "", self._decode(self._ids[self._window :])
 
     def _release(self, piece: str, *, last: bool) -> str:
         if self._stopped:

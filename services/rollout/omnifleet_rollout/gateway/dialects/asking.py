@@ -14,7 +14,7 @@ from omnifleet.types import Identity, Sampling, VersionBound
 from omnifleet.wire import rollout_pb2
 from omnifleet.wire.codec import bound_to_wire, identity_to_wire, media_to_wire, sampling_to_wire
 from omnifleet_rollout.gateway.dialects.fields import CommonFields, bound_of, identity_of, timeout_of
-from omnifleet_rollout.gateway.gateway import Gateway
+from omnifleet_rollout.gateway.gateway import MODEL, Gateway
 from omnifleet_rollout.gateway.session_key import merged
 
 
@@ -33,20 +33,18 @@ class Ask:
 
 def ask(gateway: Gateway, http: Request, request: CommonFields) -> Ask:
     """Read body and headers. Raises NOT_FOUND for another model, INVALID_REQUEST, FORBIDDEN."""
-    names = gateway.models()
-    if request.model is not None and request.model not in names:
-        raise invalid(
-            f"model {request.model!r} is not served; known: {', '.join(names)}", reason=Reason.NOT_FOUND
-        )
+    model = request.model if request.model is not None else MODEL
+    if model != MODEL and model not in (names := gateway.models()):
+        raise invalid(f"model {model!r} is not served; known: {', '.join(names)}", reason=Reason.NOT_FOUND)
     if http.headers.get("x-omnifleet-provenance") == "full":
         request.return_provenance = True
     proven: Identity | None = getattr(http.state, "proven", None)
     return Ask(
         who=merged(identity_of(request, http.headers), proven),
         sampling=request.sampling(gateway.defaults),
-        bound=bound_of(request, http.headers, gateway.fleet.view().target_version),
+        bound=bound_of(request, http.headers, lambda: gateway.fleet.view().target_version),
         priority=request.priority,
-        model=request.model or names[0],
+        model=model,
         timeout_s=timeout_of(http.headers),
         extras=request.extras,
     )

@@ -161,7 +161,7 @@ async def _answer(gateway: Gateway, http: Request, request: CompletionRequest) -
         )
         for i, (ids, reply) in enumerate(zip(prompts, replies, strict=True))
     ]
-    events = merged(streams)
+    events = merged(streams) if len(streams) > 1 else _alone(streams[0])
     if request.stream:
         return await streamed(events, completion.take, completion.end)
     return await whole(events, completion.fold, completion.whole)
@@ -187,9 +187,16 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 def _is_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(type(id) is int and 0 <= id < 1 << 32 for id in value)
-    )
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
+        return False
+    return bool(min(value) >= 0 and max(value) < 1 << 32)
+
+
+async def _alone(stream: Events) -> AsyncGenerator[tuple[int, Event], None]:
+    """What `merged` makes of one stream, without a task and a queue."""
+    async with aclosing(stream):
+        async for event in stream:
+            yield 0, event
 
 
 async def merged(streams: Sequence[Events]) -> AsyncGenerator[tuple[int, Event], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -102,7 +102,7 @@ class CommonFields(BaseModel):
     return_routed_experts: bool = False
     return_sampling_mask: bool = False
     weight_version: dict[str, Any] | None = None
-    identity: IdentityBody = IdentityBody()
+    identity: IdentityBody = Field(default_factory=IdentityBody)
 
     @property
     def samples(self) -> int:
@@ -206,10 +206,12 @@ def timeout_of(headers: Mapping[str, str]) -> float | None:
     return seconds
 
 
-def bound_of(request: CommonFields, headers: Mapping[str, str], target: WeightVersion | None) -> VersionBound:
+def bound_of(
+    request: CommonFields, headers: Mapping[str, str], target: Callable[[], WeightVersion | None]
+) -> VersionBound:
     """The bound of the body's weight_version {min | exact: VERSION}, or of the header `min=VERSION` / `exact=VERSION`.
 
-    VERSION is "run/lineage:number" or a number in the lineage of `target`. Raises INVALID_REQUEST.
+    VERSION is "run/lineage:number" or a number in the lineage of `target()`. Raises INVALID_REQUEST.
     """
     given: dict[str, Any] = {k: v for k, v in (request.weight_version or {}).items() if v is not None}
     if not given and (header := headers.get("x-omnifleet-weight-version", "")):
@@ -220,7 +222,7 @@ def bound_of(request: CommonFields, headers: Mapping[str, str], target: WeightVe
     if len(given) != 1 or not given.keys() <= {"min", "exact"}:
         raise invalid(f"weight_version takes one of min and exact, not {', '.join(map(str, given))}")
     key, value = next(iter(given.items()))
-    version = _version(value, target)
+    version = _version(value, target())
     return VersionBound(min=version) if key == "min" else VersionBound(exact=version)
 
 
