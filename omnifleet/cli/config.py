@@ -18,7 +18,7 @@ from omnifleet.launch.placement import place
 app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
 
 RecipeArgument = Annotated[
-    str, typer.Argument(help="Recipe file, or the name of a packaged recipe.", metavar="RECIPE")
+    str, typer.Argument(help="Recipe file, or a name that `omnifleet config list` gives.", metavar="RECIPE")
 ]
 OverrideArgument = Annotated[
     list[str] | None,
@@ -50,7 +50,7 @@ def placement(
 
 @app.command("list")
 def list_recipes() -> None:
-    """Name the recipes that a name alone finds, with what each says of itself."""
+    """List the recipes that a name alone finds, with what each says of itself."""
     for name, path in known_recipes().items():
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         typer.echo(f"{name:32} {first.lstrip('# ') if first.startswith('#') else ''}")

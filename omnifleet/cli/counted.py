@@ -115,5 +115,5 @@ def _own(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def _short(why: str) -> str:
-    """How a process ended, without the last line of its log."""
-    return why.partition(": ")[0]
+    """How a process ended, without the last line of its log and without a hint why."""
+    return why.partition(": ")[0].partition(" (")[0]

@@ -35,8 +35,9 @@ def demo(
 ) -> None:
     """Train a tiny vision-language model with asynchronous GRPO through the four services, and show the reward rise.
 
-    Makes (once) and warm-starts a 3 MB model, starts media, reward, gateway and two rollout workers, trains,
-    scores held-out pictures, runs a control whose weights never move, and writes a report with curves and samples.
+    Makes and warm-starts a 3 MB model, which takes two to three minutes of CPU time, once.
+    Then it starts media, reward, gateway and two rollout workers, and trains.
+    At the end it runs a control whose weights never move, and writes a report with curves and samples.
     """
     began = time.monotonic()
     overrides = [f"run.name=demo-{seed}", f"run.root={runs}", f"run.seed={seed}"]

@@ -18,9 +18,12 @@ from omnifleet.client.fleet import FleetClient, FleetView, Verb
 from omnifleet.launch.supervisor import read_state
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, scale, drain and cordon rollout workers while a run goes on."
+    no_args_is_help=True,
+    help="List, scale, drain, cordon, pin and retire rollout workers while a run goes on.",
 )
-WorkerArgument = Annotated[str, typer.Argument(help="Worker, as `omnifleet fleet list` names it.")]
+WorkerArgument = Annotated[
+    str, typer.Argument(help="Its id in `omnifleet fleet list`, or the name in it, e.g. worker-0.")
+]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Kept with the worker, shown in the list.")]
 Result = TypeVar("Result")
 
@@ -66,7 +69,7 @@ def workers_table(view: FleetView) -> Group:
 
 @app.command("list")
 def list_workers(run: RunOption = "") -> None:
-    """Workers with their state, weight version and load, and why they are in that state."""
+    """List the workers with their state, weight version and load, and why they are in that state."""
     view, console = with_fleet(run, lambda fleet: fleet.list()), Console()
     console.print(workers_table(view))
     for line in starting_workers(read_state(find_run(run)), view):
@@ -97,10 +100,10 @@ _add_verb(
     "is draining",
     "Let a worker finish what it has and leave; the launcher starts another if the fleet is then too small.",
 )
-_add_verb(Verb.CORDON, "is cordoned", "A worker keeps its sessions and takes no new ones.")
-_add_verb(Verb.UNCORDON, "takes sessions again", "Undo cordon.")
-_add_verb(Verb.PIN, "is pinned", "Scaling down never picks this worker.")
-_add_verb(Verb.UNPIN, "is not pinned", "Undo pin.")
+_add_verb(Verb.CORDON, "is cordoned", "Let a worker keep its sessions and take no new ones.")
+_add_verb(Verb.UNCORDON, "takes sessions again", "Let a cordoned worker take new sessions again.")
+_add_verb(Verb.PIN, "is pinned", "Keep a worker when the fleet is scaled down: others drain.")
+_add_verb(Verb.UNPIN, "is not pinned", "Let a pinned worker drain again when the fleet is scaled down.")
 _add_verb(
     Verb.RETIRE,
     "is retired",

@@ -22,7 +22,9 @@ app = typer.Typer(
 [bold]First time:[/bold] `omnifleet demo` trains a tiny model on this machine's CPU and shows the reward rise.
 
 [bold]A run:[/bold] `omnifleet train RECIPE` starts what is not up, trains, and can be stopped and resumed at any time.
-Beside it, in another terminal: `omnifleet status`, `omnifleet fleet list|scale|drain`, `omnifleet logs`, `omnifleet report`.
+Recipes: `omnifleet config list`; what one says: `omnifleet config show RECIPE`.
+Beside a run: `omnifleet status`, `omnifleet fleet list|scale|drain`, `omnifleet logs`, `omnifleet report`,
+`omnifleet ledger query`.
 
 [bold]One service alone:[/bold] `omnifleet media|reward|gateway|rollout|trainer serve --help`.""",
 )

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from omnifleet.auth import Scope
 from omnifleet.cli.counted import keep_counters
-from omnifleet.cli.where import find_run, is_up, run_recipe, secret
+from omnifleet.cli.where import RunOption, find_run, is_up, run_recipe, secret
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import Reason, invalid
 from omnifleet.report.lives import Life, read_lives
@@ -43,13 +43,18 @@ def add_to(app: typer.Typer) -> None:
 
 
 def report(
-    run: Annotated[str, typer.Argument(help="Name or folder of the run; default: as --run elsewhere.")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="RUN", help="The same as --run, which other commands take.")
+    ] = "",
+    run: RunOption = "",
 ) -> None:
     """Write a run's report.html and curves.png: curves, ledger, sample rollouts, counters; while it trains, or later.
 
     Pictures of rollouts come from the run's media service, and are kept beside the report for when it is down.
     """
-    run_dir = find_run(run)
+    if name and run and name != run:
+        raise invalid(f"one run is reported, not both {name!r} and {run!r}", knob="--run")
+    run_dir = find_run(name or run)
     written = write_report(run_dir, run_recipe(run_dir))
     console = Console()
     console.print(f"report: {written.page}", soft_wrap=True, highlight=False)

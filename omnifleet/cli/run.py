@@ -283,7 +283,7 @@ def _outcome(run_dir: Path) -> str:
 def status(
     run: RunOption = "", as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False
 ) -> None:
-    """Services, weight versions, queues and workers of a run."""
+    """Show the services, weight versions, queues and workers of a run."""
     from omnifleet.cli.status import show_status
 
     show_status(find_run(run), console, as_json=as_json)
@@ -297,7 +297,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
     lines: Annotated[int, typer.Option("-n", min=1, help="Last lines of each.")] = 20,
 ) -> None:
-    """Show the logs of a run's services."""
+    """Show the last lines of a run's logs."""
     folder = find_run(run) / "logs"
     files = sorted(folder.glob(f"{service or '*'}.log"))
     if not files:

@@ -13,7 +13,10 @@ from omnifleet.errors import Reason, invalid
 from omnifleet.service import ServiceRecord, load_tokens, process_lives, read_records
 
 RunOption = Annotated[
-    str, typer.Option("--run", help="Name or folder of the run; default: the newest that is up in ./runs.")
+    str,
+    typer.Option(
+        "--run", help="Name or folder of the run; default: the newest in ./runs that is up, else the newest."
+    ),
 ]
 
 

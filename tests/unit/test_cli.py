@@ -7,7 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from omnifleet.cli.main import app
 from omnifleet.cli.run import check_ports
 from omnifleet.cli.where import find_run
 from omnifleet.config import load_recipe
@@ -22,6 +24,14 @@ def test_a_taken_port_is_said_at_once(field: str) -> None:
             check_ports(load_recipe("cpu-tiny", [f"{field}=127.0.0.1:{port}"]))
     assert (caught.value.reason, caught.value.knob) == (Reason.PORT_TAKEN, field)
     check_ports(load_recipe("cpu-tiny", [f"{field}=127.0.0.1:{port}"]))
+
+
+def test_a_report_is_asked_for_by_name_or_by_the_option_that_the_other_commands_take() -> None:
+    for arguments in (["no-such"], ["--run", "no-such"]):
+        with pytest.raises(OmnifleetError, match="no run 'no-such'"):
+            CliRunner().invoke(app, ["report", *arguments], catch_exceptions=False)
+    with pytest.raises(OmnifleetError, match="not both 'a' and 'b'"):
+        CliRunner().invoke(app, ["report", "a", "--run", "b"], catch_exceptions=False)
 
 
 def test_a_run_that_is_not_there_is_answered_with_those_that_are(

@@ -130,8 +130,8 @@ def rescore(
 ) -> None:
     """Score a run's trajectories again and say what changes. The ledger is only read.
 
-    Without --scorer: the recipe's reward, in the newest versions that it allows. Scores are not written back: they are
-    what the run was trained on.
+    Without --scorer: the recipe's reward, in the newest versions that it allows.
+    Scores are not written back: those in the ledger are what the run was trained on.
     """
     from omnifleet.errors import invalid
     from omnifleet.service import run_to_exit

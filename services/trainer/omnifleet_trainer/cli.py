@@ -47,8 +47,8 @@ def serve(
 ) -> None:
     """Train the run to its last step, then exit with 0.
 
-    Goes on from the newest checkpoint if there is one. SIGTERM and Ctrl-C: finish the step in hand, write a
-    checkpoint, exit with 143.
+    Goes on from the newest checkpoint if there is one.
+    SIGTERM and Ctrl-C: finish the step in hand, write a checkpoint, exit with 143.
     """
     import asyncio
 

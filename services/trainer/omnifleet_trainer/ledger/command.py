@@ -21,9 +21,9 @@ app = typer.Typer(
     no_args_is_help=True,
     help="""The account of a run: what was leased, scored, trained on; safe to ask while it trains.
 
-`omnifleet ledger query` proves that nothing was lost or trained twice; `--sql` asks anything else (tables: lineages,
-occurrences, attempts, leases, groups, trajectories, weights, consumptions). `export` writes trajectories as JSON lines
-or Parquet. `replay --step N` recomputes a step's numbers from the ledger and compares them with metrics.jsonl.""",
+`query` shows whether anything was lost or trained twice; `query --sql` asks anything else.
+`export` writes trajectories as JSON lines or Parquet.
+`replay --step N` recomputes a step's numbers from the ledger and compares them with metrics.jsonl.""",
 )
 
 LedgerFile = Annotated[
@@ -39,9 +39,13 @@ def query(
     run: RunOption = "",
     file: LedgerFile = None,
     sql: Annotated[
-        str, typer.Option(help="One SELECT of your own; rows as JSON lines, at most --limit.")
+        str,
+        typer.Option(
+            help="One SELECT of your own over the tables lineages, occurrences, attempts, leases, groups, trajectories, "
+            "weights, consumptions; rows as JSON lines, at most --limit."
+        ),
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Most rows of --sql.")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many rows of --sql.")] = 1000,
 ) -> None:
     """Print the account as one JSON object; status 1 if a prompt was lost or trained on twice."""
     reader = _reader(run, file)
@@ -64,7 +68,7 @@ def export(
     state: State = "",
     lineage: Lineage = "",
     step: Annotated[int, typer.Option(min=0, help="Only what this step trained; 0 = all.")] = 0,
-    limit: Annotated[int, typer.Option(help="Most trajectories; -1 = all.")] = -1,
+    limit: Annotated[int, typer.Option(help="At most so many trajectories; -1 = all.")] = -1,
     out: Annotated[
         Path | None, typer.Option(help="File to write; .parquet or .jsonl. Default: JSON lines on stdout.")
     ] = None,

@@ -121,7 +121,8 @@ def tiny_model(
 ) -> None:
     """Make the tiny vision-language model of the CPU demo (3 MB) and print its folder.
 
-    It is warm-started for less than a minute on synthetic scenes until it answers in format with middling accuracy.
+    It is warm-started on synthetic scenes until it answers in format with middling accuracy.
+    That takes two to three minutes of CPU time; in the user's cache it is made once, and found there from then on.
     """
     if out is None and warm_start:
         folder = ensure_tiny_model(seed=seed, family=family)
