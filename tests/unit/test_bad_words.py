@@ -9,25 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from omnifleet.config.services import RolloutConfig
 from omnifleet.types import Sampling
-from omnifleet_rollout.engine.vllm_engine import VllmEngine
-from omnifleet_trainer.tiny.checkpoint import write_checkpoint
+from omnifleet_rollout.engine.vllm_generation import sampling_params
 
 pytestmark = pytest.mark.heavy
 
 BANNED, DRAWS, VOCABULARY = (2, 5), 400, 8
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> VllmEngine:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(folder)
-
-    async def nowhere() -> str:
-        raise AssertionError("no media here")
-
-    return VllmEngine(folder, RolloutConfig(), find_media=nowhere, secret="")
 
 
 @pytest.fixture
@@ -76,15 +63,19 @@ def drawn(bias: dict[int, float] | None, mode: Any, logits: torch.Tensor) -> tup
     return out.sampled_token_ids[:, 0].tolist(), out.logprobs_tensors.logprobs[:, 0].tolist()
 
 
-def test_bans_reach_vllm_as_biases(engine: VllmEngine) -> None:
+def params_of(sampling: Sampling) -> Any:
+    return sampling_params(sampling, (), ban=False, want_text=False)
+
+
+def test_bans_reach_vllm_as_biases() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    params = engine._sampling_params(Sampling(banned_token_ids=BANNED, min_tokens=3), want_text=False)
+    params = params_of(Sampling(banned_token_ids=BANNED, min_tokens=3))
     assert params.logit_bias == dict.fromkeys(BANNED, -100.0)
     assert params.logprobs == 0 and params.min_tokens == 3
 
 
-def test_raw_logprobs_are_of_the_distribution_without_the_ban(engine: VllmEngine, one_thread: None) -> None:
-    bias = engine._sampling_params(Sampling(banned_token_ids=BANNED), want_text=False).logit_bias
+def test_raw_logprobs_are_of_the_distribution_without_the_ban(one_thread: None) -> None:
+    bias = params_of(Sampling(banned_token_ids=BANNED)).logit_bias
     logits = torch.linspace(-1, 1, VOCABULARY)
     whole = torch.log_softmax(logits, -1)
     free, _ = drawn(None, "raw_logprobs", logits)

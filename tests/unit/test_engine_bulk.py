@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine import vllm_seams as seams
-from omnifleet_rollout.engine.vllm_engine import _delta
+from omnifleet_rollout.engine.vllm_generation import delta_of
 
 pytestmark = pytest.mark.heavy
 
@@ -61,7 +61,7 @@ class Front:
         output = self.queue.get_nowait()
         if output is None:
             return None
-        delta = _delta(output.outputs[0], 0)
+        delta = delta_of(output.outputs[0], 0)
         self.read += delta.token_ids
         self.logprobs += delta.logprobs
         return delta

@@ -48,13 +48,13 @@ def engine(random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> VllmEngi
 @pytest.mark.parametrize("step", ["pause", "resume", "drop_stage"])
 async def test_a_silent_engine_is_a_typed_error(engine: VllmEngine, step: str) -> None:
     with pytest.raises(OmnifleetError) as failed:
-        await asyncio.wait_for(getattr(engine, step)(), 20)
+        await asyncio.wait_for(getattr(engine, step)(), 120)
     assert failed.value.reason is Reason.ENGINE_ERROR and "within" in failed.value.message
 
 
 async def test_an_engine_that_does_not_commit_fails_the_refit(engine: VllmEngine) -> None:
     with pytest.raises(OmnifleetError) as failed:
-        await asyncio.wait_for(engine.commit("d", "v", InFlight.RECOMPUTE, encoder_changed=True), 20)
+        await asyncio.wait_for(engine.commit("d", "v", InFlight.RECOMPUTE, encoder_changed=True), 120)
     assert failed.value.reason is Reason.ENGINE_ERROR
 
 

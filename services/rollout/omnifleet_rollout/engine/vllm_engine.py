@@ -1,8 +1,6 @@
-"""The adapter on vLLM's AsyncLLM, releases as in `vllm_compat`, CPU and CUDA builds.
+"""The adapter on vLLM's AsyncLLM, releases as in `vllm_compat`, CPU and CUDA builds: its life, its gate, its weights.
 
-Token-in, token-out. A generated media placeholder ends the reply (finish `stop`): it could not be fed back without its
-picture. It is not banned unless `rollout.engine.media_tokens` says so, because a ban changes the distribution that the trainer
-must reproduce. Every wait on the engine's process has a deadline; what runs into one is a typed error.
+Every wait on the engine's process has a deadline; what runs into one is a typed error.
 """
 
 from __future__ import annotations
@@ -10,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from omnifleet.config.services import RolloutConfig
-from omnifleet.errors import OmnifleetError, Reason, invalid, retryable
-from omnifleet.types import FinishReason, InFlight, MediaRef, Sampling
+from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.types import InFlight, MediaRef, Sampling
 from omnifleet.wire.needs import NeedsBody, needs_digest
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.checkpoint import read_config, read_table
@@ -29,9 +26,9 @@ from omnifleet_rollout.engine.port import (
     EnginePrompt,
     EngineRequest,
     EngineStats,
-    LabelSpan,
 )
 from omnifleet_rollout.engine.vllm_compat import check, look
+from omnifleet_rollout.engine.vllm_generation import Generation
 from omnifleet_rollout.engine.vllm_launch import launch, set_environment, vllm_version
 from omnifleet_rollout.engine.vllm_media import PromptMedia
 from omnifleet_rollout.refit.door import ask_for_tensors, knock
@@ -43,8 +40,6 @@ _PAUSE_S = 60.0
 """A step of the engine, and what waits for it: a pause is done after the step that runs."""
 _COUNTERS_EVERY_S = 1.0
 _TURNS = 50
-_BAN = -100.0
-"""vLLM's strongest logit bias: exp(-100) is nothing in float32."""
 
 
 class VllmEngine:
@@ -90,6 +85,7 @@ class VllmEngine:
                 Reason.ENGINE_ERROR, f"vLLM could not load {self._model}: {error}", knob="rollout.engine"
             ) from error
         seams.check_front(self._llm, media=self._media.takes_any)
+        self._generation = Generation(self._llm, self._media, self._config.engine, self._compat)
         ranks = await self._rpc_all("omni_ready")
         self._doors = [str(rank["door"]) for rank in ranks]
         self._needs = needs_digest([str(rank["needs"]) for rank in ranks])
@@ -156,108 +152,15 @@ class VllmEngine:
         except OmnifleetError as error:
             log.debug("no counters: %s", error.message)
 
-    # ------------------------------------------------------------------ prompts
+    # ------------------------------------------------------------------ requests
 
     async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
         """Expand placeholders and find the media. See `Engine.prepare`."""
         return await self._media.prepare(token_ids, media, run)
 
-    def _engine_input(self, request: EngineRequest, *, again: bool) -> Any:
-        send_all = not self._compat.retryable_miss
-        return self._media.engine_input(
-            self._llm, request.prompt, request.prefix, request.salt, send_all=send_all, again=again
-        )
-
-    # ------------------------------------------------------------------ generation
-
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         """Deltas of one sample. See `Engine.generate`."""
-        again = False
-        while True:
-            missed = False
-            async with aclosing(self._stream(request, again=again)) as deltas:
-                async for delta in deltas:
-                    missed = delta is None
-                    if delta is not None:
-                        yield delta
-            if not missed:
-                return
-            if again or request.prompt.media is None:
-                raise retryable(Reason.ENGINE_ERROR, "vLLM ended the request with an error")
-            again = (
-                True  # its process had dropped a picture that we thought it had: once more, with the pixels
-            )
-
-    async def _stream(
-        self, request: EngineRequest, *, again: bool
-    ) -> AsyncGenerator[EngineDelta | None, None]:
-        """Deltas of one vLLM request; None if it ended with an error before any token."""
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        began = False
-        try:
-            outputs = self._llm.generate(
-                self._engine_input(request, again=again),
-                self._sampling_params(request.sampling, want_text=request.want_text),
-                request.id,
-                priority=request.priority,
-            )
-            async with aclosing(outputs):
-                async for output in outputs:
-                    choice = output.outputs[0]
-                    if choice.finish_reason == "error":
-                        if began or choice.token_ids:
-                            raise retryable(Reason.ENGINE_ERROR, "vLLM ended the request with an error")
-                        yield None
-                        return
-                    if request.in_bulk and not began and choice.token_ids:
-                        seams.hold_back(self._llm, request.id, self._config.engine.bulk_tokens)
-                    began = began or bool(choice.token_ids)
-                    delta = _delta(choice, output.num_cached_tokens)
-                    self._check_extras(delta)
-                    yield delta
-        except EngineDeadError as error:
-            raise retryable(Reason.WORKER_LOST, "the vLLM engine died") from error
-        except VLLMValidationError as error:
-            raise invalid(f"vLLM refused the request: {error}") from error
-        except EngineGenerateError as error:
-            raise retryable(Reason.ENGINE_ERROR, f"vLLM: {error.__cause__ or error}") from error
-
-    def _check_extras(self, delta: EngineDelta) -> None:
-        """What the recipe wants returned must be there: vLLM may drop it (at a preemption), and a gap is no sample."""
-        whole = delta.finish in (FinishReason.STOP, FinishReason.LENGTH)
-        if whole and self._config.engine.return_routed_experts and delta.routed_experts is None:
-            raise retryable(Reason.ENGINE_ERROR, "vLLM returned no routed experts for this reply")
-        masks = delta.sampling_mask if delta.sampling_mask is not None else ()
-        if self._config.engine.return_sampling_mask and len(masks) != len(delta.token_ids):
-            raise retryable(
-                Reason.ENGINE_ERROR,
-                f"vLLM returned {len(masks)} sampling masks for {len(delta.token_ids)} tokens",
-            )
-
-    def _sampling_params(self, sampling: Sampling, *, want_text: bool) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        media, ban = self._media.tokens, self._config.engine.media_tokens == "ban"
-        banned = {*sampling.banned_token_ids, *(media if ban else ())}
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k if sampling.top_k > 0 else 0,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            seed=sampling.seed,
-            stop=list(sampling.stop),
-            stop_token_ids=[*sampling.stop_token_ids, *media],
-            ignore_eos=sampling.ignore_eos,
-            logit_bias=dict.fromkeys(sorted(banned), _BAN) or None,
-            logprobs=0,
-            flat_logprobs=True,  # three lists instead of two objects a token
-            detokenize=want_text or bool(sampling.stop),
-            output_kind=RequestOutputKind.DELTA,
-        )
+        return self._generation.stream(request)
 
     async def abort(self, ids: Sequence[str]) -> None:
         """End requests now. See `Engine.abort`."""
@@ -266,30 +169,7 @@ class VllmEngine:
 
     async def score(self, prompt: EnginePrompt, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of given tokens. See `Engine.score`."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        request = EngineRequest(
-            id=f"score-{os.urandom(6).hex()}",
-            prompt=prompt,
-            sampling=Sampling(),
-            salt="",
-            prefix=tuple(token_ids),
-        )
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        rows: Any = None
-        async for output in self._llm.generate(self._engine_input(request, again=False), params, request.id):
-            rows = output.prompt_logprobs
-        if rows is None:
-            raise retryable(Reason.ENGINE_ERROR, "vLLM gave no prompt logprobs")
-        start = len(prompt.token_ids)
-        return [float(rows[start + i][token].logprob) for i, token in enumerate(token_ids)]
+        return await self._generation.score(prompt, token_ids)
 
     # ------------------------------------------------------------------ weights
 
@@ -417,34 +297,3 @@ class VllmEngine:
 async def _turns() -> None:
     for _ in range(_TURNS):
         await asyncio.sleep(0)
-
-
-def _delta(choice: Any, cached_tokens: int | None) -> EngineDelta:
-    ids = list(choice.token_ids)
-    # One entry a token. 0.25.1 repeats those of the whole reply behind those of an abort that brings no tokens.
-    flat = choice.logprobs
-    if ids and list(flat.token_ids[: len(ids)]) != ids:
-        raise retryable(Reason.ENGINE_ERROR, "vLLM's logprobs are not those of its tokens")
-    logprobs = flat.logprobs[: len(ids)] if ids else []
-    labels = getattr(choice, "weight_versions", None)
-    return EngineDelta(
-        token_ids=ids,
-        logprobs=logprobs,
-        text=choice.text,
-        finish=_finish(choice.finish_reason),
-        stop_reason="" if choice.stop_reason is None else str(choice.stop_reason),
-        labels=[LabelSpan(span.version, span.start, span.end) for span in labels] if labels else None,
-        cached_tokens=cached_tokens or 0,
-        routed_experts=choice.routed_experts,
-        sampling_mask=_masks(getattr(choice, "sampling_mask", None)),
-    )
-
-
-def _masks(mask: Any) -> list[list[int]] | None:
-    return None if mask is None else [[int(token) for token in row] for row in mask.token_ids]
-
-
-def _finish(reason: str | None) -> FinishReason | None:
-    if reason is None:
-        return None
-    return FinishReason(reason) if reason in FinishReason.__members__.values() else FinishReason.STOP
