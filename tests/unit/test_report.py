@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
+from omnifleet.cli import counted as counted_by
+from omnifleet.cli.counted import keep_counters
 from omnifleet.cli.demo_report import demo_checks, media_checks
+from omnifleet.client.fleet import WorkerView
 from omnifleet.config import load_recipe
 from omnifleet.report.curves import draw_curves
 from omnifleet.report.facts import Check, Fact, ledger_facts, run_checks, training_facts
 from omnifleet.report.lives import Life, added_up, living, merged, read_lives, write_lives
 from omnifleet.report.page import counted, gone_workers, paired_samples, write_page
 from omnifleet.report.records import RunRecords, read_run
+from omnifleet.types import WorkerState
 
 RECIPE = load_recipe("cpu-tiny")
 SAMPLES = RECIPE.trainer.prompts_per_step * RECIPE.trainer.generations_per_prompt
@@ -245,3 +249,31 @@ def test_what_only_grows_never_gets_less_and_an_end_stays(tmp_path: Path) -> Non
     assert read_lives(tmp_path) == lives
     assert added_up(LIVES[:1]) == LIVES[0].counters and living(LIVES)["media puts"] == 27.0
     assert not any(name.startswith("worker-0") for name in living(LIVES))
+
+
+def test_a_look_keeps_who_ended_since_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "was killed by SIGKILL (the kernel does so when memory runs out): last words"
+    ends = [{"name": name, "pid": pid, "why": why} for name, pid in (("media", 7), ("worker-0", 8))]
+    (tmp_path / "supervisor.json").write_text(json.dumps({"ends": ends}))
+    before = [Life("media", "m1", 1.0, {"puts": 300.0}), Life("worker-0", "a", 2.0, {"refits": 1.0})]
+    write_lives(tmp_path, [*before, Life("worker-9", "z", 2.5)])
+    dead = WorkerView(
+        "worker-0-a", "a", state=WorkerState.DEAD, note="silent", counters={"refits": 3.0}, pid=8
+    )
+    left = WorkerView("worker-1-b", "b", state=WorkerState.RETIRED, note="drained", counters={"a/b": 1.0})
+
+    async def look(*_: object) -> tuple[list[Life], list[WorkerView]]:
+        return [Life("media", "m2", 4.0, {"puts": 27.0})], [dead, left]
+
+    monkeypatch.setattr(counted_by, "_look", look)
+    (tmp_path / "summary.json").write_text(json.dumps({"counters": {"step": 5.0}}))
+    lives = keep_counters(tmp_path)
+    assert lives == read_lives(tmp_path)
+    assert {(life.who, life.instance): (life.ended, dict(life.counters)) for life in lives} == {
+        ("media", "m1"): ("was killed by SIGKILL", {"puts": 300.0}),
+        ("media", "m2"): ("", {"puts": 27.0}),
+        ("worker-0", "a"): ("dead: was killed by SIGKILL", {"refits": 3.0}),
+        ("worker-1", "b"): ("retired: drained", {}),
+        ("worker-9", "z"): ("ended", {}),
+        ("trainer", ""): ("", {"step": 5.0}),
+    }, "worker-9 is nobody's any more; what the trainer counted is in its summary"
