@@ -1,7 +1,8 @@
-"""Fixtures that many rooms share: a tiny random checkpoint, a run driven by the command line."""
+"""Fixtures that many rooms share: a tiny random checkpoint, a file in shared memory, a run driven by the command line."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,14 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("checkpoint") / "tiny"
     subprocess.run([sys.executable, "-c", _WRITE, str(out)], check=True, capture_output=True, timeout=300)
     return out
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A place in shared memory for one file; it is gone after the test."""
+    path = Path("/dev/shm") / f"omnifleet-test-{os.getpid()}"
+    yield path
+    path.unlink(missing_ok=True)
 
 
 @pytest.fixture

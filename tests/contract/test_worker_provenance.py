@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ from tests.contract.test_worker_refit import running, write_transfer
 
 WHO = Identity(run="test")
 PROMPT = [10, 11, 12]
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    path = Path(f"/dev/shm/omnifleet-test-{os.getpid()}-provenance")
-    yield path
-    path.unlink(missing_ok=True)
 
 
 async def test_STL_05_a_reply_across_a_refit_names_the_version_of_each_token(shm: Path) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,13 +24,6 @@ from omnifleet_rollout.worker.command import Worker
 
 WHO = Identity(run="test")
 PROMPT = [10, 11, 12]
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    path = Path(f"/dev/shm/omnifleet-test-{os.getpid()}")
-    yield path
-    path.unlink(missing_ok=True)
 
 
 def write_transfer(

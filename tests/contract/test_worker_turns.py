@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +56,6 @@ class Scene:
         """Return once the engine has made some tokens."""
         while self.worker.counters.count("tokens_generated") < tokens:  # noqa: ASYNC110 - a counter tells nobody
             await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    path = Path(f"/dev/shm/omnifleet-turns-{os.getpid()}")
-    yield path
-    path.unlink(missing_ok=True)
 
 
 @asynccontextmanager

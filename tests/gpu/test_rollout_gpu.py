@@ -31,7 +31,6 @@ from tests.integration.live_worker import (
     Scorer,
     random_weights,
     start_live,
-    transfer_file,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -58,12 +57,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     )
     yield live
     live.close()
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with transfer_file() as path:
-        yield path
 
 
 def fresh(live: Live, seed: int) -> dict[str, Any]:

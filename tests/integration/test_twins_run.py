@@ -13,17 +13,9 @@ from omnifleet_trainer.policy.build import open_policy
 from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from omnifleet_trainer.tiny.hybrid import write_hybrid
 from tests.integration.text_batch import as_sampled, batch_of
+from tests.unit.test_twins import TWINS
 
 pytestmark = [pytest.mark.heavy, pytest.mark.soak]
-
-TWINS = (
-    "clevr-automodel",
-    "mmpr-automodel",
-    "clevr-megatron",
-    "mmpr-megatron",
-    "gym-video",
-    "gym-video-async",
-)
 
 
 @pytest.fixture(scope="module")

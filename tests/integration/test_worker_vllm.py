@@ -23,7 +23,6 @@ from tests.integration.live_worker import (
     damage,
     random_weights,
     start_live,
-    transfer_file,
 )
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
@@ -35,12 +34,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     yield live
     live.close()
     assert [process.returncode for process in live.processes] == [0, 0]
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with transfer_file() as path:
-        yield path
 
 
 # ---------------------------------------------------------------- tests

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -20,14 +19,12 @@ import pytest
 from omnifleet.cli.run import _wait_ready
 from omnifleet.cli.watch import _watch
 from omnifleet.client.fleet import FleetView
-from omnifleet.config.load import recipe_from_mapping
 from omnifleet.config.services import MediaConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.launch.local import LocalLauncher, wait_gone
 from omnifleet.launch.plan import prepare_run, service_spec, worker_spec
 from omnifleet.launch.port import Handle, ProcessSpec
 from omnifleet.launch.supervisor import (
-    Supervisor,
     _keep_addresses,
     _next_worker_number,
     last_line,
@@ -35,6 +32,7 @@ from omnifleet.launch.supervisor import (
     want,
 )
 from omnifleet.service import load_section, process_lives, read_records, write_record
+from tests.unit.small_run import small_recipe, supervisor_of
 
 PARENT = """
 import subprocess, sys, time
@@ -140,14 +138,7 @@ def test_last_line_says_something(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_gives_services_their_section(tmp_path: Path) -> None:
-    body = {
-        "run": {"name": "r", "root": str(tmp_path)},
-        "model": {"path": "m"},
-        "reward": [{"name": "format"}],
-        "data": {"max_prompt_tokens": 64},
-        "media": {"decoders": 2},
-    }
-    recipe = recipe_from_mapping(body, "t")
+    recipe = small_recipe(tmp_path, media={"decoders": 2})
     run_dir = prepare_run(recipe)
     assert load_section(run_dir, "media", MediaConfig).decoders == 2
     assert load_section(run_dir, "media", MediaConfig, ["media.decoders=3"]).decoders == 3
@@ -170,7 +161,7 @@ def test_watching_a_run_ends_with_its_supervisor(tmp_path: Path) -> None:
     state = {"pid": 2**22 + 1, "state": "running", "failure": "", "processes": [trainer]}
     (tmp_path / "supervisor.json").write_text(json.dumps(state))
     with pytest.raises(OmnifleetError, match="ended: out of memory"):
-        _watch(tmp_path, lambda rows: None)
+        _watch(tmp_path, lambda rows: None, lambda: None)
 
 
 class Nowhere:
@@ -191,17 +182,7 @@ class TwoWanted:
 
 
 async def test_a_worker_that_finds_no_place_does_not_end_the_supervisor(tmp_path: Path) -> None:
-    body = {
-        "run": {"name": "r", "root": str(tmp_path)},
-        "model": {"path": "m"},
-        "reward": [{"name": "format"}],
-        "data": {"max_prompt_tokens": 64},
-    }
-    recipe = recipe_from_mapping(body, "t")
-    run_dir = prepare_run(recipe)
-    write_record(run_dir, "gateway", grpc="127.0.0.1:1", http="")
-    supervisor = Supervisor(run_dir, recipe, Nowhere())
-    supervisor._fleet = cast(Any, TwoWanted())
+    supervisor = supervisor_of(tmp_path, Nowhere(), TwoWanted())
     await supervisor._follow_fleet()
     assert not supervisor._workers and not supervisor.failure
     assert supervisor._worker_retry_at > time.monotonic()

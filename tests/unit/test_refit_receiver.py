@@ -1,8 +1,6 @@
 """The receiver without a wire: one step at a time, and a commit that outlives its caller."""
 
 import asyncio
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,6 @@ from omnifleet_rollout.engine.fake import FakeEngine, fake_table
 from omnifleet_rollout.refit.receiver import Receiver
 from omnifleet_rollout.worker.gate import Flight, Gate
 from omnifleet_rollout.worker.standing import Standing
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    path = Path(f"/dev/shm/omnifleet-test-{os.getpid()}")
-    yield path
-    path.unlink(missing_ok=True)
 
 
 def whole_refit(path: Path, number: int) -> refit_pb2.Manifest:

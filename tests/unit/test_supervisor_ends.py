@@ -6,21 +6,18 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from omnifleet.cli.status import show_status
 from omnifleet.client.fleet import FleetView, WorkerView
-from omnifleet.config.load import recipe_from_mapping
 from omnifleet.launch import supervisor as module
 from omnifleet.launch.local import LocalLauncher, wait_gone
-from omnifleet.launch.plan import prepare_run
 from omnifleet.launch.port import ProcessSpec
 from omnifleet.launch.supervisor import Supervisor, Watched, why_ended
-from omnifleet.service import write_record
 from omnifleet.types import WorkerState
+from tests.unit.small_run import supervisor_of
 
 
 class Fleet:
@@ -36,18 +33,7 @@ class Fleet:
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Supervisor:
-    body = {
-        "run": {"name": "r", "root": str(tmp_path)},
-        "model": {"path": "m"},
-        "reward": [{"name": "format"}],
-        "data": {"max_prompt_tokens": 64},
-    }
-    recipe = recipe_from_mapping(body, "t")
-    run_dir = prepare_run(recipe)
-    write_record(run_dir, "gateway", grpc="127.0.0.1:1", http="")
-    made = Supervisor(run_dir, recipe, LocalLauncher())
-    made._fleet = cast(Any, Fleet())
-    return made
+    return supervisor_of(tmp_path, LocalLauncher(), Fleet())
 
 
 def start(supervisor: Supervisor, code: str) -> Watched:
@@ -76,7 +62,8 @@ async def test_a_worker_that_left_is_in_the_status_with_its_reason(
     assert (end["name"], end["exit"]) == ("worker-0", 0) and why in end["why"]
     (supervisor._run_dir / "services" / "gateway.json").unlink()
     await asyncio.to_thread(show_status, supervisor._run_dir, Console(width=200), as_json=False)
-    assert f"worker-0 (pid {end['pid']}) left: {why}" in capsys.readouterr().out
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert f"worker-0 (pid {end['pid']})" in line and f"left: {why}" in line
 
 
 async def test_a_worker_that_hangs_after_it_was_given_up_is_ended(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omnifleet.config.load import recipe_from_mapping
 from omnifleet.launch.plan import ORDER, follower_specs, prepare_run
 from omnifleet.launch.port import ProcessSpec
 from omnifleet.launch.supervisor import Supervisor, want
 from omnifleet.service import write_record
+from tests.unit.small_run import small_recipe
 
 
 class Recorded:
@@ -38,14 +38,7 @@ class Ended:
 
 
 def test_the_other_nodes_of_a_policy_come_with_the_trainer_and_go_after_it(tmp_path: Path) -> None:
-    body = {
-        "run": {"name": "r", "root": str(tmp_path)},
-        "model": {"path": "m"},
-        "reward": [{"name": "format"}],
-        "data": {"max_prompt_tokens": 64},
-        "trainer": {"parallel": {"dp": 4, "nodes": 2}},
-    }
-    recipe = recipe_from_mapping(body, "t")
+    recipe = small_recipe(tmp_path, trainer={"parallel": {"dp": 4, "nodes": 2}})
     run_dir = prepare_run(recipe)
     (spec,) = follower_specs(run_dir, recipe)
     assert spec.command[-6:] == ["trainer", "follow", "--run-dir", str(run_dir), "--node", "1"]
