@@ -58,11 +58,17 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
     console.print(f"run {run_dir.name}: {'up' if is_up(run_dir) else 'down'}   ({run_dir})", soft_wrap=True)
     if supervisor.get("failure"):
         console.print(f"[red]{escape(supervisor['failure'])}[/red]")
-    console.print(services_table(services, supervisor), highlight=False)
-    console.print(details_table(services), highlight=False)
+    if services:
+        console.print(services_table(services, supervisor), highlight=False)
+        console.print(details_table(services), highlight=False)
+    else:
+        recipe = run_dir / "recipe.yaml"
+        console.print(
+            f"no service is up; `omnifleet train {recipe}` goes on", highlight=False, soft_wrap=True
+        )
     if view:
         console.print(workers_table(view))
-    for line in starting_workers(supervisor, view):
+    for line in starting_workers(supervisor if is_up(run_dir) else {}, view):
         console.print(line, highlight=False)
     console.print(ends_table(supervisor), highlight=False)
 

@@ -12,10 +12,11 @@ from rich.console import Console
 
 from omnifleet.cli.awaited import in_words
 from omnifleet.cli.fleet import workers_table
-from omnifleet.cli.status import ends_table, services_table
+from omnifleet.cli.status import ends_table, services_table, show_status
 from omnifleet.cli.watch import COLUMNS, _Lives, metrics_table
 from omnifleet.client.fleet import FleetView, WorkerView
 from omnifleet.config import load_recipe
+from omnifleet.config.load import dump_recipe
 from omnifleet.types import WeightVersion, WorkerState
 
 RECIPE = load_recipe("cpu-tiny")
@@ -160,3 +161,14 @@ def test_a_resume_is_told_once_and_a_fresh_start_not(tmp_path: Path) -> None:
         start.write_text(json.dumps({"unix": 9.0, "lineage": "c", "resumed": ""}))
         lives.tell()
     assert captured.get() == "resumed from step 24; 8 prompts\n"
+
+
+def test_the_status_of_a_run_that_is_down_shows_no_process_as_starting(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(RECIPE))
+    left = [{"name": "worker-0", "pid": 2**22 + 1, "state": "running", "restarts": 0, "since_s": 3.0}]
+    (tmp_path / "supervisor.json").write_text(json.dumps({"pid": 2**22 + 1, "processes": left}))
+    console = Console(width=80)
+    with console.capture() as captured:
+        show_status(tmp_path, console, as_json=False)
+    said = captured.get()
+    assert ": down" in said and "no service is up; `omnifleet train" in said and "starting" not in said
