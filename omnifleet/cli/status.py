@@ -61,6 +61,8 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
     if services:
         console.print(services_table(services, supervisor), highlight=False)
         console.print(details_table(services), highlight=False)
+    elif is_up(run_dir):
+        console.print("its services are starting")
     else:
         recipe = run_dir / "recipe.yaml"
         console.print(
