@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+from omnifleet.auth import OPEN
 from omnifleet.client.fleet import FleetView, WorkerView, view_to_wire
 from omnifleet.types import WeightVersion, WorkerState
 from omnifleet.wire import fleet_pb2, fleet_pb2_grpc
 from omnifleet.wire.codec import version_from_wire
+from omnifleet.wire.server import serving
 
 
 class Registry(fleet_pb2_grpc.FleetServicer):
@@ -21,6 +24,16 @@ class Registry(fleet_pb2_grpc.FleetServicer):
         self.announced: list[int] = []
         self.acts: list[tuple[str, str]] = []
         self._moved = asyncio.Event()
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[str]:
+        """Its address while it is served."""
+
+        def register(server: object) -> None:
+            fleet_pb2_grpc.add_FleetServicer_to_server(self, server)
+
+        async with serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0) as address:
+            yield address
 
     def moved(self) -> None:
         self._moved.set()

@@ -8,24 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from omnifleet.auth import OPEN
 from omnifleet.client.rollout import RolloutClient
-from omnifleet.config.services import RolloutConfig
 from omnifleet.types import Generation, Identity, Sampling
 from omnifleet.wire import rollout_pb2, rollout_pb2_grpc
 from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import sampling_to_wire
-from omnifleet.wire.server import serving
 from omnifleet_rollout.engine.fake import FakeEngine
-from omnifleet_rollout.worker.command import Worker
+from tests.contract.test_worker_generate import running
 from tests.unit.loop_world import world
+from tests.waiting import until
 
 PROMPT = [10, 11, 12]
 SIDE_BY_SIDE = 32
@@ -35,21 +31,6 @@ GROWTH_BYTES = 50 << 20
 def soak(value: int, timeout_s: int) -> object:
     """The long form of a parameter."""
     return pytest.param(value, marks=[pytest.mark.soak, pytest.mark.timeout(timeout_s)])
-
-
-@asynccontextmanager
-async def running(engine: FakeEngine) -> AsyncIterator[tuple[Worker, str]]:
-    """A worker on a free port, without a gateway."""
-    await engine.start()
-    worker = Worker(engine, "worker-0", RolloutConfig(), OPEN)
-    async with serving("127.0.0.1:0", worker.register, tokens=OPEN, knob="listen", grace_s=0.2) as address:
-        yield worker, address
-
-
-async def until(condition: object, timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # type: ignore[operator]  # noqa: ASYNC110 - no event tells of it
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("streams", [400, soak(20_000, 1200)])

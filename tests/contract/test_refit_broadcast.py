@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from omnifleet.auth import OPEN
 from omnifleet.types import InFlight
-from omnifleet.wire import fleet_pb2_grpc
-from omnifleet.wire.server import serving
 from omnifleet_rollout.refit.shadow import rejected
 from omnifleet_trainer.refit.broadcast import BroadcastSender
 from tests.refit_model import MOVES, tensors, write_checkpoint
 from tests.refit_registry import Registry
 from tests.refit_world import CPU, Receiving, receiving
+from tests.waiting import beside, until
 
 
 @dataclass
@@ -47,15 +44,7 @@ class Fleet:
 async def fleet_of(count: int, tmp_path: Path, **settings: Any) -> AsyncIterator[Fleet]:
     registry = Registry()
     async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(
-            serving(
-                "127.0.0.1:0",
-                lambda server: fleet_pb2_grpc.add_FleetServicer_to_server(registry, server),
-                tokens=OPEN,
-                knob="test",
-                grace_s=0,
-            )
-        )
+        address = await stack.enter_async_context(registry.served())
         options = {
             "run": "r",
             "lineage": "l",
@@ -69,22 +58,6 @@ async def fleet_of(count: int, tmp_path: Path, **settings: Any) -> AsyncIterator
         fleet = Fleet(registry, sender, [], stack, write_checkpoint(tmp_path / "c"))
         await fleet.join(count)
         yield fleet
-
-
-@asynccontextmanager
-async def keeping_up(fleet: Fleet) -> AsyncIterator[None]:
-    task = asyncio.create_task(fleet.sender.keep_up())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  what is waited for is spread over several objects
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("rolling", [False, True])
@@ -103,7 +76,7 @@ async def test_a_publish_reaches_all_at_once_and_later_ones_carry_what_changed(
 async def test_late_and_fenced_workers_are_brought_up_alone_and_then_go_with_the_others(
     tmp_path: Path,
 ) -> None:
-    async with fleet_of(2, tmp_path) as fleet, keeping_up(fleet):
+    async with fleet_of(2, tmp_path) as fleet, beside(fleet.sender.keep_up()):
         for step in range(2):
             assert not (await fleet.publish(step)).failed
         (late,) = await fleet.join(1)
@@ -162,5 +135,5 @@ async def test_NCL_10_a_worker_whose_last_bucket_fails_keeps_its_version_and_is_
         assert victim.holds(0) and victim.version.number == 0, "it is not tagged with the new version"
         assert fleet.workers[0].holds(1) and fleet.workers[2].holds(1)
         victim.engine.stager._reception.collective.receive = receive  # type: ignore[method-assign]
-        async with keeping_up(fleet):
+        async with beside(fleet.sender.keep_up()):
             await until(lambda: victim.holds(1))

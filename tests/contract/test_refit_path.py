@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from omnifleet_rollout.worker.membership import Member
 from omnifleet_trainer.refit.files import FileSender
 from omnifleet_trainer.refit.sender import RefitSender
 from tests.contract.gateway_world import World, world
+from tests.waiting import beside, until
 
 
 def tensors(step: int) -> dict[str, np.ndarray]:
@@ -32,12 +33,6 @@ def holds(worker: Worker, step: int) -> bool:
     assert isinstance(engine, FakeEngine)
     same = all(engine.weights.get(name) == value.tobytes() for name, value in tensors(step).items())
     return same and worker.standing.version.number == step and not worker.standing.fence
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  what is waited for is spread over several objects
-            await asyncio.sleep(0.01)
 
 
 async def join(stack: AsyncExitStack, here: World, name: str) -> Worker:
@@ -75,16 +70,6 @@ async def seen(
                 return
 
 
-@asynccontextmanager
-async def keeping_up(sender: RefitSender) -> AsyncIterator[None]:
-    task = asyncio.create_task(sender.keep_up())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 async def publish(sender: RefitSender, step: int) -> dict[str, str]:
     moved = {spec.name for spec in fake_table()[1:]}
     report = await sender.publish(step, iter(tensors(step).items()), moved, encoder_changed=False)
@@ -95,7 +80,7 @@ async def test_weights_reach_every_worker_whatever_happens_to_it(tmp_path: Path)
     async with world(tmp_path) as here, AsyncExitStack() as stack:
         first, second = [await join(stack, here, f"worker-{i}") for i in range(2)]
         sender = await stack.enter_async_context(FileSender.open(here.address, "", run="r", lineage="l"))
-        async with keeping_up(sender):
+        async with beside(sender.keep_up()):
             for step in range(3):
                 assert not await publish(sender, step)
                 assert holds(first, step) and holds(second, step)

@@ -21,6 +21,7 @@ from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import WeightVersion
 from omnifleet_refit.group import Meeting
 from omnifleet_trainer.loop.weights import Weights
+from omnifleet_trainer.policy import followers as followers_module
 from omnifleet_trainer.policy import world as world_module
 from omnifleet_trainer.policy.job import Job
 from omnifleet_trainer.policy.world import WorldPolicy
@@ -29,11 +30,11 @@ from omnifleet_trainer.refit.share import Order, Share, deal
 from omnifleet_trainer.server.refits import FleetRefits
 from tests import refit_model
 from tests.contract.share_follower import Steps
-from tests.contract.test_refit_broadcast import until
 from tests.contract.test_refit_parts import HIDDEN, TWO, in_parts
 from tests.refit_fleet import broadcasting
 from tests.refit_model import MOVES, Tensors, tensors, write_checkpoint
 from tests.refit_world import CPU, Sender, receiving
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -150,7 +151,7 @@ async def test_the_followers_of_a_world_send_their_shares_from_their_own_process
 ) -> None:
     command = [sys.executable, "-m", "tests.contract.share_follower", str(os.getpid())]
     start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
-    monkeypatch.setattr(world_module, "_start", start)
+    monkeypatch.setattr(followers_module, "_start", start)
     monkeypatch.setattr(world_module, "open_rank", lambda *told: Steps())
     parallel = {"dp": 3, "timeout_s": 120}
     trainer = TrainerConfig(parallel=parallel)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from omnifleet.client.refit import File
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import InFlight, WeightVersion
-from omnifleet.wire import fleet_pb2_grpc, refit_pb2, refit_pb2_grpc
+from omnifleet.wire import refit_pb2, refit_pb2_grpc
 from omnifleet.wire.manifest import base_version
 from omnifleet.wire.server import serving
 from omnifleet.wire.sparse import ENCODING
@@ -85,9 +85,6 @@ class Held:
 async def fleet(*workers: Held, shm: Path = SHM, **settings: Any) -> AsyncIterator[RefitSender]:
     registry = Registry()
 
-    def register(server: object) -> None:
-        fleet_pb2_grpc.add_FleetServicer_to_server(registry, server)
-
     async with AsyncExitStack() as stack:
         for worker in workers:
             await worker.engine.start()
@@ -95,9 +92,7 @@ async def fleet(*workers: Held, shm: Path = SHM, **settings: Any) -> AsyncIterat
                 serving("127.0.0.1:0", worker.register, tokens=OPEN, knob="test", grace_s=0)
             )
             registry.workers[worker.id] = worker
-        address = await stack.enter_async_context(
-            serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0)
-        )
+        address = await stack.enter_async_context(registry.served())
         options = {"run": "r", "lineage": "l", "bucket_bytes": 1 << 20, "timeout_s": 20.0} | settings
         yield await stack.enter_async_context(FileSender.open(address, "", **options))
 

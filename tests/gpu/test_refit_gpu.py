@@ -23,7 +23,6 @@ from omnifleet.auth import OPEN
 from omnifleet.client.refit import RefitClient
 from omnifleet.config.services import RolloutConfig
 from omnifleet.types import InFlight, WeightVersion
-from omnifleet.wire import fleet_pb2_grpc
 from omnifleet.wire.server import serving
 from omnifleet_refit.group import Meeting
 from omnifleet_trainer.refit.broadcast import BroadcastSender
@@ -178,15 +177,10 @@ async def fleet_in(folder: Path, transport: str, *, ranks: int = 1, **placed: An
     """A fleet without workers; what it keeps is in `folder`."""
     weights, registry = checkpoint(folder / "model", tied=False, ranks=ranks), Registry()
 
-    def register(server: object) -> None:
-        fleet_pb2_grpc.add_FleetServicer_to_server(registry, server)
-
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        address = await stack.enter_async_context(
-            serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0)
-        )
+        address = await stack.enter_async_context(registry.served())
         sender = await stack.enter_async_context(
             BroadcastSender.connect(
                 address,

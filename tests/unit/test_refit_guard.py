@@ -13,7 +13,8 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import WeightVersion
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.refit.guard import Canary, Guard
-from tests.unit.test_refit_sender import fleet_of, holds, keeping_up, until
+from tests.unit.test_refit_sender import fleet_of, holds
+from tests.waiting import beside, until
 
 CANARY = Canary((1, 2), (3, 4, 5), 0.1)
 
@@ -63,7 +64,7 @@ async def test_a_worker_that_the_canary_tells_against_is_put_back_and_then_gets_
         assert re.search("differ from the trainer's .* it serves r/l:0 again", report.failed["w1"])
         bad = fleet.registry.workers["w1"]
         assert bad.quarantined and bad.parents[-1] == "none" and holds(bad, 0)
-        async with keeping_up(fleet):
+        async with beside(fleet.sender.keep_up()):
             await until(lambda: holds(bad, 1))
         assert bad.parents[-1] == "none", "a complete refit"
 
@@ -73,7 +74,7 @@ async def test_a_worker_that_stays_wrong_stays_at_the_version_before_until_the_n
 ) -> None:
     async with fleet_of(2, tmp_path) as fleet:
         guard = fleet.sender.guard = Said(w0=[0.0, 0.5, 0.0, 0.5, 0.0])
-        async with keeping_up(fleet):
+        async with beside(fleet.sender.keep_up()):
             for number in range(3):
                 await fleet.publish(number)
                 bad = fleet.registry.workers["w0"]
@@ -91,7 +92,7 @@ async def test_a_worker_that_stays_wrong_stays_at_the_version_before_until_the_n
 async def test_a_worker_that_was_never_right_serves_nothing_until_the_next_version(tmp_path: Path) -> None:
     async with fleet_of(1, tmp_path) as fleet:
         fleet.sender.guard = Said(w0=[0.5, 0.5])
-        async with keeping_up(fleet):
+        async with beside(fleet.sender.keep_up()):
             report = await fleet.publish(0)
             assert "no version before" in report.failed["w0"]
             bad = fleet.registry.workers["w0"]

@@ -16,7 +16,7 @@ import pytest
 from omnifleet.auth import OPEN
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import WeightVersion
-from omnifleet.wire import fleet_pb2_grpc, refit_pb2, refit_pb2_grpc
+from omnifleet.wire import refit_pb2, refit_pb2_grpc
 from omnifleet.wire.codec import version_from_wire, version_to_wire
 from omnifleet.wire.manifest import bucket_checksum, bucket_starts, manifest_digest
 from omnifleet.wire.server import serving
@@ -25,6 +25,7 @@ from omnifleet_trainer.refit.release import first_release, next_release
 from omnifleet_trainer.refit.sender import RefitSender
 from omnifleet_trainer.refit.transfer import PREFIX, Transfer, pack, raw_tensor, sweep
 from tests.refit_registry import Registry
+from tests.waiting import beside, until
 
 Weights = dict[str, np.ndarray[Any, Any]]
 BASE = WeightVersion("", "base", 0)
@@ -149,15 +150,7 @@ class Fleet:
 async def fleet_of(count: int, shm: Path, **settings: Any) -> AsyncIterator[Fleet]:
     registry = Registry()
     async with AsyncExitStack() as stack:
-        address = await stack.enter_async_context(
-            serving(
-                "127.0.0.1:0",
-                lambda server: fleet_pb2_grpc.add_FleetServicer_to_server(registry, server),
-                tokens=OPEN,
-                knob="test",
-                grace_s=0,
-            )
-        )
+        address = await stack.enter_async_context(registry.served())
         options = {
             "run": "r",
             "lineage": "l",
@@ -170,22 +163,6 @@ async def fleet_of(count: int, shm: Path, **settings: Any) -> AsyncIterator[Flee
         for i in range(count):
             await fleet.join(Worker(f"w{i}"))
         yield fleet
-
-
-@asynccontextmanager
-async def keeping_up(fleet: Fleet) -> AsyncIterator[None]:
-    task = asyncio.create_task(fleet.sender.keep_up())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Any, seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  what is waited for is spread over several objects
-            await asyncio.sleep(0.01)
 
 
 def holds(worker: Worker, number: int) -> bool:
@@ -233,7 +210,7 @@ async def test_one_worker_fails_and_the_others_commit(tmp_path: Path) -> None:
         assert report.ok == ("w0", "w2") and "told to fail" in report.failed["w1"]
         assert holds(bad, 0)
         bad.fail_stage = None
-        async with keeping_up(fleet):
+        async with beside(fleet.sender.keep_up()):
             await until(lambda: holds(bad, 1))
 
 
@@ -260,7 +237,7 @@ async def test_a_late_joiner_and_a_fenced_worker_get_a_complete_file(tmp_path: P
     async with fleet_of(1, tmp_path) as fleet:
         for number in range(3):
             await fleet.publish(number)
-        async with keeping_up(fleet):
+        async with beside(fleet.sender.keep_up()):
             late = await fleet.join(Worker("late", held=weights(9, ("a", "b", "c"))))
             await until(lambda: holds(late, 2))
             assert late.parents == ["none"]
@@ -271,7 +248,7 @@ async def test_a_late_joiner_and_a_fenced_worker_get_a_complete_file(tmp_path: P
             assert "late" in report.ok and "loading failed" in report.failed["w0"]
             old.fail_commit = False
             fleet.registry.moved()
-            await until(lambda: holds(old, 3), seconds=20)
+            await until(lambda: holds(old, 3))
             assert old.parents[-1] == "none"
             await until(lambda: len(fleet.files()) == 2)
         await fleet.publish(4)
@@ -286,7 +263,7 @@ async def test_a_lost_reply_is_found_out_by_asking(tmp_path: Path) -> None:
         report = await fleet.publish(1)
         assert "lost" in report.failed["w0"] and holds(worker, 1)
         staged = len(worker.parents)
-        async with keeping_up(fleet):
+        async with beside(fleet.sender.keep_up()):
             await fleet.publish(2)
         assert holds(worker, 2) and len(worker.parents) == staged + 1
 
@@ -324,7 +301,7 @@ async def test_numbers_never_go_back_and_may_be_published_again(tmp_path: Path) 
 async def test_a_registry_that_forgot_the_version_is_told_again(tmp_path: Path) -> None:
     async with fleet_of(1, tmp_path) as fleet:
         await fleet.publish(0)
-        async with keeping_up(fleet):
+        async with beside(fleet.sender.keep_up()):
             fleet.registry.target = None
             fleet.registry.moved()
             await until(lambda: fleet.registry.target is not None)

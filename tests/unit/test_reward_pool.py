@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from omnifleet_reward.pool import Pool
 from omnifleet_reward.registry import Registry
 from omnifleet_reward.scorer import Reply, Verdict
 from omnifleet_reward.service import RewardService, Scored
+from tests.waiting import until
 
 MODULE = "scorers_under_test"
 SOURCE = '''
@@ -110,12 +111,6 @@ async def scores(
 ) -> list[Scored]:
     replies = [Reply(order, truth) for order in orders]
     return (await service.score([ScorerConfig(name=f"{MODULE}:{function}")], replies))[0]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the state is another process's
-            await asyncio.sleep(0.01)
 
 
 def reason(scored: Scored) -> Reason | None:
