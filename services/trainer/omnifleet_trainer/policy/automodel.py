@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from omnifleet.config.recipe import TrainerConfig
 from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
-from omnifleet_trainer.compat import automodel as compat
 from omnifleet_trainer.objectives.logprobs import hidden_logprobs
+from omnifleet_trainer.policy.automodel_model import build
 from omnifleet_trainer.policy.families.registry import family_of, needs_filling
 from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import stored
 from omnifleet_trainer.policy.head import PlainHead, plain_head
 from omnifleet_trainer.policy.held import held_by
-from omnifleet_trainer.policy.lora import Adapters, adapters_of, write_adapters
+from omnifleet_trainer.policy.lora import Adapters, write_adapters
 from omnifleet_trainer.policy.names import checkpoint_files
 from omnifleet_trainer.policy.optimizer import Optimizer
 from omnifleet_trainer.policy.rank import RankPolicy
@@ -34,7 +33,7 @@ from omnifleet_trainer.policy.recompute import recompute_layers
 from omnifleet_trainer.policy.replay import Routers
 from omnifleet_trainer.policy.sharded import enter, make_enterable
 from omnifleet_trainer.policy.shards import own, spread, whole
-from omnifleet_trainer.policy.tensor_plan import check_tensor_parallel, tensor_plan
+from omnifleet_trainer.policy.tensor_plan import check_tensor_parallel
 from omnifleet_trainer.policy.vision import Vision
 
 
@@ -48,7 +47,7 @@ class AutoModelPolicy(RankPolicy):
     def _open(self, frozen: set[str]) -> None:
         source, shapes, place, trainer = self._source, self._shapes, self._place, self._trainer
         fills = place.world > 1 and needs_filling(source)
-        self._model, self._mesh = _build(source, trainer, empty=fills)
+        self._model, self._mesh = build(source, trainer, empty=fills)
         self._routers = Routers(self._model, self._model.config)
         self._mixture = self._routers.mixture
         if trainer.recompute:
@@ -253,49 +252,3 @@ class AutoModelPolicy(RankPolicy):
         self._model.to(device)
         self._vision.clear()
         self._optimizer.move(device)
-
-
-def _build(source: Path, trainer: TrainerConfig, *, empty: bool) -> tuple[Any, Any]:
-    """The model and its mesh. empty: its weights are still to come."""
-    compat.install()
-    from nemo_automodel import NeMoAutoModelForImageTextToText
-    from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
-    from nemo_automodel.components.distributed.mesh import ParallelismSizes
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    # AutoModel's own default computes in bfloat16 whatever is asked for.
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    tp = trainer.parallel.tp
-    setup = DistributedSetup.build(
-        strategy=FSDP2Config(mp_policy=precision, tp_plan=tensor_plan(source) if tp > 1 else None),
-        parallelism_sizes=ParallelismSizes(tp_size=tp),
-    )
-    make = (
-        NeMoAutoModelForImageTextToText.from_config
-        if empty
-        else NeMoAutoModelForImageTextToText.from_pretrained
-    )
-    model = make(
-        str(source),
-        dtype=torch.float32,
-        attn_implementation="sdpa",
-        use_liger_kernel=False,
-        force_hf=True,
-        distributed_setup=setup,
-        peft_config=None if trainer.lora is None else adapters_of(trainer.lora),
-    )
-    if empty:
-        model._weight_conversions = _conversions(source)
-    return model.eval(), setup.mesh_context
-
-
-def _conversions(source: Path) -> Any:
-    """How transformers would load the checkpoint: it finds out by the name of the class, which FSDP2 changes."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    with torch.device("meta"):
-        plain = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(source))
-    return get_model_conversion_mapping(plain, add_legacy=False)

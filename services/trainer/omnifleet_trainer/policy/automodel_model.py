@@ -1,0 +1,59 @@
+"""From a Hugging Face folder to one rank's part of an AutoModel model, by FSDP2 and a tensor plan where there are other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnifleet.config.recipe import TrainerConfig
+from omnifleet_trainer.compat import automodel as compat
+from omnifleet_trainer.policy.lora import adapters_of
+from omnifleet_trainer.policy.tensor_plan import tensor_plan
+
+
+def build(source: Path, trainer: TrainerConfig, *, empty: bool) -> tuple[Any, Any]:
+    """The model and its mesh, in eval mode, with float32 weights. empty: they are still to come."""
+    compat.install()
+    from nemo_automodel import NeMoAutoModelForImageTextToText
+    from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
+    from nemo_automodel.components.distributed.mesh import ParallelismSizes
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    # AutoModel's own default computes in bfloat16 whatever is asked for.
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, trainer.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    tp = trainer.parallel.tp
+    setup = DistributedSetup.build(
+        strategy=FSDP2Config(mp_policy=precision, tp_plan=tensor_plan(source) if tp > 1 else None),
+        parallelism_sizes=ParallelismSizes(tp_size=tp),
+    )
+    make = (
+        NeMoAutoModelForImageTextToText.from_config
+        if empty
+        else NeMoAutoModelForImageTextToText.from_pretrained
+    )
+    model = make(
+        str(source),
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        use_liger_kernel=False,
+        force_hf=True,
+        distributed_setup=setup,
+        peft_config=None if trainer.lora is None else adapters_of(trainer.lora),
+    )
+    if empty:
+        model._weight_conversions = _conversions(source)
+    return model.eval(), setup.mesh_context
+
+
+def _conversions(source: Path) -> Any:
+    """How transformers would load the checkpoint: it finds out by the name of the class, which FSDP2 changes."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    with torch.device("meta"):
+        plain = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(source))
+    return get_model_conversion_mapping(plain, add_legacy=False)
