@@ -13,7 +13,7 @@ from omnifleet.config.recipe import EvaluationConfig
 from omnifleet.errors import OmnifleetError
 from omnifleet_trainer.evaluation.heldout import pass_at_k
 from omnifleet_trainer.evaluation.patience import out_of_patience
-from omnifleet_trainer.server.assembly import _own_scorers
+from omnifleet_trainer.server.settings import own_scorers
 from tests.unit.loop_world import world
 
 BASE = {"run": {"name": "r"}, "model": {"path": "tiny"}, "reward": [{"name": "format"}]}
@@ -67,7 +67,7 @@ def test_a_set_may_bring_scorers_of_its_own_and_a_task_has_one_reward() -> None:
     clicks = {"dataset": "custom", "path": "rows.jsonl", "task": "click", "reward": [{"name": "exact_alnum"}]}
     both = {"train": [{"dataset": "synthetic-clevr"}, clicks]}
     recipe = recipe_from_mapping({**BASE, "data": both}, "test")
-    assert {task: [s.name for s in scorers] for task, scorers in _own_scorers(recipe).items()} == {
+    assert {task: [s.name for s in scorers] for task, scorers in own_scorers(recipe).items()} == {
         "click": ["exact_alnum"]
     }
     twice = {"train": [clicks, {**clicks, "reward": [{"name": "format"}]}], "heldout": clicks}

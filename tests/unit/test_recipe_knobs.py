@@ -24,7 +24,7 @@ from omnifleet_rollout.engine.port import EnginePrompt
 from omnifleet_rollout.worker.generation import Generation
 from omnifleet_trainer.data.templates import read_template
 from omnifleet_trainer.rendering import ChatTemplate
-from omnifleet_trainer.server.assembly import _clips, _sampling
+from omnifleet_trainer.server.settings import clips_of, sampling_of
 
 BODY: dict[str, Any] = {
     "run": {"name": "t"},
@@ -82,7 +82,7 @@ def test_banned_words_cannot_be_kept_from_episodes() -> None:
 
 def test_banned_words_reach_the_engine_as_tokens() -> None:
     raw = recipe(sampling={"bad_words": ["<image>", "</img>"]}, rollout={"logprobs_mode": "raw"})
-    drawn = _sampling(raw, ChatTemplate(Words()))
+    drawn = sampling_of(raw, ChatTemplate(Words()))
     assert drawn.banned_token_ids == (7, 9)
     assert drawn.n == raw.trainer.generations_per_prompt and drawn.max_tokens == 200
 
@@ -90,7 +90,7 @@ def test_banned_words_reach_the_engine_as_tokens() -> None:
 def test_a_banned_word_of_several_tokens_is_refused() -> None:
     raw = recipe(sampling={"bad_words": ["image"]}, rollout={"logprobs_mode": "raw"})
     with pytest.raises(OmnifleetError, match="5 tokens of this checkpoint") as caught:
-        _sampling(raw, ChatTemplate(Words()))
+        sampling_of(raw, ChatTemplate(Words()))
     assert caught.value.knob == "sampling.bad_words"
 
 
@@ -151,7 +151,7 @@ def test_the_run_changes_the_processor_of_clips_on_both_sides(tmp_path: Path) ->
     changed = read_video_processor(tmp_path, {"video_target_num_patches": 256})
     assert own.config == {"patch_size": 16}
     assert changed.config == {"patch_size": 16, "video_target_num_patches": 256}
-    assert _clips(tmp_path, {"video_target_num_patches": 256}) == changed, "the trainer's is the engine's"
+    assert clips_of(tmp_path, {"video_target_num_patches": 256}) == changed, "the trainer's is the engine's"
 
 
 def test_a_setting_that_a_processor_of_clips_lacks_is_refused(tmp_path: Path) -> None:

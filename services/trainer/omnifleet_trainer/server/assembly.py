@@ -4,58 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omnifleet.auth import Scope, Tokens
 from omnifleet.client.fleet import FleetClient
 from omnifleet.client.media import MediaClient
 from omnifleet.client.reward import RewardClient
 from omnifleet.client.rollout import RolloutClient
-from omnifleet.config.recipe import Recipe, ScorerConfig
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.config.recipe import Recipe
+from omnifleet.errors import OmnifleetError
 from omnifleet.processor import (
-    ProcessorSpec,
     image_token_id,
     picture_brackets,
     read_image_processor,
-    read_video_processor,
 )
 from omnifleet.telemetry.counters import Counters
-from omnifleet.types import Sampling, WeightVersion
+from omnifleet.types import WeightVersion
 from omnifleet_trainer.batch.extras import Replay
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.environments import open_player
 from omnifleet_trainer.evaluation import HeldOut
 from omnifleet_trainer.loop.admission import Admission
 from omnifleet_trainer.loop.batches import AdvantageRule, Batches
-from omnifleet_trainer.loop.buffer import ReadyBuffer, check_buffer
+from omnifleet_trainer.loop.buffer import ReadyBuffer
 from omnifleet_trainer.loop.controller import Controller, Parts
 from omnifleet_trainer.loop.journal import Journal
 from omnifleet_trainer.loop.prompting import Prompter
 from omnifleet_trainer.loop.prompts import Prompts
 from omnifleet_trainer.loop.rollouts import Rollouts
 from omnifleet_trainer.loop.samplers import SAMPLERS
-from omnifleet_trainer.loop.signal import SignalFilter
 from omnifleet_trainer.loop.start import Start
 from omnifleet_trainer.loop.turns import Apart, Turns
 from omnifleet_trainer.loop.weights import Weights
 from omnifleet_trainer.objectives.rewards import reachable
 from omnifleet_trainer.refit.open import open_guard, open_sender
 from omnifleet_trainer.refit.sender import RefitSender
-from omnifleet_trainer.rendering import ChatTemplate, Renderer, load_template
+from omnifleet_trainer.rendering import Renderer, load_template
 from omnifleet_trainer.server.checkpoints import Checkpoints
 from omnifleet_trainer.server.elsewhere import EngineIdleness, MediaCounters
 from omnifleet_trainer.server.refits import FleetRefits
+from omnifleet_trainer.server.settings import (
+    clips_of,
+    dynamic_sampling,
+    load_data,
+    own_scorers,
+    room,
+    sampling_of,
+)
 from omnifleet_trainer.server.turns import SharedDevices
 from omnifleet_trainer.sinks.build import open_sinks
 from omnifleet_trainer.sinks.feeding import feeding
-
-if TYPE_CHECKING:
-    from omnifleet_trainer.data import PromptRow
 
 log = logging.getLogger("omnifleet.trainer")
 
@@ -95,24 +96,6 @@ class Served:
         return self.version
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """What can be known before anything is opened or waited for. Raises MODEL_MISSING, INVALID_CONFIG, UNSUPPORTED."""
-    model = Path(recipe.model.path)
-    if not model.is_dir():
-        raise OmnifleetError(
-            Reason.MODEL_MISSING,
-            f"model.path {recipe.model.path!r} is not a folder; `omnifleet tiny-model --print-path` makes the tiny one",
-            knob="model.path",
-        )
-    read_image_processor(model)
-    image_token_id(model)
-    check_buffer(_room(recipe), recipe.trainer.prompts_per_step)
-    if Replay.of(recipe).experts:
-        from omnifleet_trainer.policy.replay import check_replayable
-
-        check_replayable(model, recipe.trainer.backend)
-
-
 async def _canary(weights: Weights, batch: StepBatch) -> list[float]:
     """The policy's logprobs of one sample."""
     (logprobs,) = await weights.on_thread(lambda: weights.policy.logprobs(batch))
@@ -129,7 +112,7 @@ async def assembled(
     """
     trainer, name, model = recipe.trainer, recipe.run.name, Path(recipe.model.path)
     secret = tokens.secret(Scope.TRAINER)
-    train_rows, heldout_rows = await asyncio.to_thread(_load_data, recipe)
+    train_rows, heldout_rows = await asyncio.to_thread(load_data, recipe)
     async with AsyncExitStack() as stack:
         media = await stack.enter_async_context(MediaClient.open(addresses.media, secret, name="trainer"))
         rollout = await stack.enter_async_context(RolloutClient.open(addresses.gateway, secret))
@@ -164,7 +147,7 @@ async def assembled(
             placeholder=image_token_id(model),
             run=name,
             max_prompt_tokens=recipe.longest_prompt,
-            clips=_clips(model, recipe.rollout.engine.clips),
+            clips=clips_of(model, recipe.rollout.engine.clips),
             brackets=picture_brackets(model),
         )
         prompter = Prompter(
@@ -172,7 +155,7 @@ async def assembled(
             rollout,
             reward,
             scorers=recipe.reward,
-            scorers_of=_own_scorers(recipe),
+            scorers_of=own_scorers(recipe),
             mode=recipe.rollout.logprobs_mode,
             timeout_s=trainer.rollout_timeout_s,
             replay=Replay.of(recipe),
@@ -184,7 +167,7 @@ async def assembled(
         admission = Admission(
             bound=trainer.max_staleness,
             batch=trainer.prompts_per_step,
-            buffer=_room(recipe),
+            buffer=room(recipe),
             version=start.step,
             # A step is prompts_per_step groups even if an earlier life of the run had another size.
             trained=start.step * trainer.prompts_per_step,
@@ -200,7 +183,7 @@ async def assembled(
             counters=counters,
         )
         prompts = Prompts(train_rows, ledger, seed=recipe.run.seed, max_epochs=recipe.data.max_epochs)
-        sampling = _sampling(recipe, template)
+        sampling = sampling_of(recipe, template)
         rollouts = Rollouts(
             prompts,
             asker,
@@ -213,7 +196,7 @@ async def assembled(
             attempts_per_prompt=trainer.attempts_per_prompt,
             timeout_s=trainer.rollout_timeout_s,
             seed=recipe.run.seed,
-            **_dynamic_sampling(recipe),
+            **dynamic_sampling(recipe),
         )
         journal = Journal(run_dir, step=start.step)
         sinks = await asyncio.to_thread(open_sinks, recipe, run_dir, counters)
@@ -315,47 +298,3 @@ async def _reachable(recipe: Recipe, reward: RewardClient, opened: str) -> dict[
     largest = reachable(found.maximum, recipe.objective)
     log.info("the reward reaches at most %.4g (e.g. %r)", largest, found.example)
     return {"reward_reachable": f"{largest:.4g}"}
-
-
-def _clips(model: Path, changes: Mapping[str, bool | int | float]) -> ProcessorSpec | None:
-    """The model's processor of clips with the run's changes, None if it takes none."""
-    try:
-        return read_video_processor(model, changes)
-    except OmnifleetError as error:
-        if error.reason is not Reason.UNSUPPORTED:
-            raise
-        return None
-
-
-def _load_data(recipe: Recipe) -> tuple[Sequence[PromptRow], Sequence[PromptRow]]:
-    from omnifleet_trainer.data import load_mixture
-
-    seed, data = recipe.run.seed, recipe.data
-    return load_mixture(data.train_sets, seed=seed), load_mixture(
-        data.heldout_sets, seed=seed, size=recipe.evaluation.size
-    )
-
-
-def _own_scorers(recipe: Recipe) -> dict[str, tuple[ScorerConfig, ...]]:
-    """Tasks that are not judged by the recipe's own reward."""
-    sets = (*recipe.data.train_sets, *recipe.data.heldout_sets)
-    return {split.task_name: split.reward for split in sets if split.reward}
-
-
-def _room(recipe: Recipe) -> int:
-    trainer = recipe.trainer
-    return trainer.buffer_groups or (trainer.max_staleness + 1) * trainer.prompts_per_step
-
-
-def _dynamic_sampling(recipe: Recipe) -> dict[str, SignalFilter]:
-    if not recipe.objective.dynamic_sampling:
-        return {}
-    limit = recipe.objective.dynamic_sampling_limit
-    return {"keeps": SignalFilter(prompts_per_step=recipe.trainer.prompts_per_step, limit=limit)}
-
-
-def _sampling(recipe: Recipe, template: ChatTemplate) -> Sampling:
-    """As the recipe says; the worker itself ends a reply at the end of the context."""
-    drawn = recipe.sampling.model_dump(exclude={"cap_to_context", "bad_words"})
-    banned = tuple(template.token(word) for word in recipe.sampling.bad_words)
-    return Sampling(n=recipe.trainer.generations_per_prompt, banned_token_ids=banned, **drawn)

@@ -24,8 +24,9 @@ from omnifleet.wire.server import serving
 from omnifleet.wire.trainer_pb2_grpc import add_TrainerServicer_to_server
 from omnifleet_trainer.loop.controller import Controller
 from omnifleet_trainer.loop.start import LEDGER, Mode, Start, find_start
-from omnifleet_trainer.server.assembly import Addresses, assembled, check_recipe
+from omnifleet_trainer.server.assembly import Addresses, assembled
 from omnifleet_trainer.server.servicer import TrainerServicer
+from omnifleet_trainer.server.settings import check_recipe
 
 log = logging.getLogger("omnifleet.trainer")
 
