@@ -124,6 +124,8 @@ async def serving(
     `knob` names the setting of `listen` for the error. Raises OmnifleetError(PORT_TAKEN).
     """
     server = grpc.aio.server(interceptors=[_Border(tokens), *interceptors], options=OPTIONS)
+    # Generic handlers only: for registered methods grpc.aio waits for one task a method, and renews these waits at every call.
+    server.add_registered_method_handlers = lambda *_: None  # type: ignore[attr-defined]
     register(server)
     host = listen.rpartition(":")[0]
     try:

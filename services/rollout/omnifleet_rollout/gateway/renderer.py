@@ -38,6 +38,7 @@ class Renderer:
     placeholders: Mapping[MediaKind, int]
     eos: frozenset[int]
     special: frozenset[int] = field(default_factory=frozenset)
+    _texts: dict[int, str] = field(default_factory=dict)  # of tokens, once each: at most the vocabulary
 
     @staticmethod
     def load(path: Path) -> Renderer:
@@ -68,7 +69,10 @@ class Renderer:
 
     def token_text(self, token_id: int) -> str:
         """One token as it is, special or not."""
-        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+        return text
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain text; special tokens in it are recognised, none is added."""
