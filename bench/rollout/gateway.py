@@ -88,10 +88,10 @@ def direct(engine: VllmEngine, *, in_bulk: bool = True) -> Ask:
 
 
 async def client_process(run_dir: Path, way: str, load: Load) -> None:
-    """The other side of the gateway: a trainer's client (`grpc`) or an environment's (`http`). Prints its round."""
-    secret = load_tokens(run_dir).secret(Scope.TRAINER)
-    record = read_records(run_dir)["gateway"]
-    if way == "grpc":
+    """Who asks the gateway: a trainer (`grpc`) or an environment (`http`); or who asks its worker (`worker`). Prints its round."""
+    secret = load_tokens(run_dir).secret(Scope.SERVICE if way == "worker" else Scope.TRAINER)
+    record = read_records(run_dir)["worker-0" if way == "worker" else "gateway"]
+    if way in ("grpc", "worker"):
         async with RolloutClient.open(record.grpc, secret) as client:
 
             async def ask(number: int, tokens: int) -> int:
@@ -120,7 +120,7 @@ async def client_process(run_dir: Path, way: str, load: Load) -> None:
     print(json.dumps(asdict(found)))
 
 
-async def through_gateway(run_dir: Path, way: str, load: Load) -> Round:
+async def by_client(run_dir: Path, way: str, load: Load) -> Round:
     """Run `client_process` as a process and take its round."""
     options = ("--client", way, "--run-dir", str(run_dir), "--load", json.dumps(asdict(load)))
     return Round(**json.loads(await output_of(__file__, *options)))
@@ -130,17 +130,24 @@ async def through_gateway(run_dir: Path, way: str, load: Load) -> Round:
 
 
 async def latency(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
-    """One request at a time: what the gateway adds to a first token and to a short reply."""
+    """One request at a time: what is added to a first token and to a short reply by the worker's wire, then by the gateway.
+
+    Every other round runs backwards, so that an engine which gets slower or faster meanwhile shows in all ways alike.
+    """
+    ways = ["direct", "worker", "grpc", "http"]
     for tokens in (1, 16):
         load = Load(1, 60, tokens)
-        found: dict[str, list[float]] = {"direct": [], "grpc": [], "http": []}
-        for _ in range(rounds):
-            found["direct"].append((await drive(load, direct(engine))).p50_ms)
-            for way in ("grpc", "http"):
-                found[way].append((await through_gateway(run_dir, way, load)).p50_ms)
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(rounds):
+            for way in ways[:: -1 if number % 2 else 1]:
+                asked = drive(load, direct(engine)) if way == "direct" else by_client(run_dir, way, load)
+                found[way].append((await asked).p50_ms)
         middle = {way: statistics.median(values) for way, values in found.items()}
-        added = ", ".join(f"{way} {middle[way] - middle['direct']:+.2f} ms" for way in ("grpc", "http"))
-        print(f"latency, {tokens} tokens: direct p50 {middle['direct']:.2f} ms; through the gateway {added}")
+        added = ", ".join(f"{way} {middle[way] - middle['direct']:+.2f} ms" for way in ways[1:])
+        print(f"latency, {tokens} tokens: direct p50 {middle['direct']:.2f} ms; {added}")
+        print(
+            "  rounds: " + "; ".join(f"{way} {' '.join(f'{p50:.2f}' for p50 in found[way])}" for way in ways)
+        )
 
 
 async def saturation(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
@@ -153,7 +160,7 @@ async def saturation(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
         for way in ("token by token", "direct", "grpc", "http", "beside"):
             before = processes_cpu()
             if way in ("grpc", "http"):
-                found = await through_gateway(run_dir, way, load)
+                found = await by_client(run_dir, way, load)
             elif way == "beside":
                 share = (cpu["grpc"]["gateway"] + cpu["grpc"]["client"]) * rates["grpc"][-1] / 1e6
                 async with burning(share):
@@ -302,7 +309,7 @@ def main() -> None:
         "--only", choices=("latency", "saturation", "bytes", "images"), help="one of the measurements"
     )
     options.add_argument("--dtype", default="float32", help="of the engine; bfloat16 on a GPU")
-    options.add_argument("--client", choices=("grpc", "http"), help=argparse.SUPPRESS)
+    options.add_argument("--client", choices=("worker", "grpc", "http"), help=argparse.SUPPRESS)
     options.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
     options.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
     asked = options.parse_args()
