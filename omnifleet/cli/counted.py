@@ -32,7 +32,7 @@ def keep_counters(run_dir: Path, *, deadline_s: float = _DEADLINE_S) -> list[Lif
     lives = merged(known, seen)
     by_pid = {pid: why for _, pid, why in ends}
     lives = merged(lives, [_of_registry(worker, lives, by_pid) for worker in workers])
-    lives = merged(lives, _at_the_end(run_dir, lives))
+    lives = merged(lives, _at_the_end(run_dir))
     lives = _ended(lives, records, workers, {name: why for name, _, why in ends})
     write_lives(run_dir, lives)
     return lives
@@ -81,16 +81,13 @@ def _of_registry(worker: WorkerView, lives: list[Life], ends: Mapping[int, str])
     return Life(who, worker.instance, began, _own(worker.counters), ended)
 
 
-def _at_the_end(run_dir: Path, lives: list[Life]) -> list[Life]:
-    """The trainer that wrote the summary has left since: what it counted is there."""
+def _at_the_end(run_dir: Path) -> list[Life]:
+    """The trainer that wrote the summary may have left before anybody looked: what it counted is there."""
     path = run_dir / "summary.json"
-    counters = read_mapping(path).get("counters")
-    if not counters:
+    summary = read_mapping(path)
+    if not summary.get("instance"):
         return []
-    at, trainers = path.stat().st_mtime, [life for life in lives if life.who == "trainer"]
-    if not trainers:
-        return [Life("trainer", "", at, _own(counters))]
-    return [replace(trainers[-1], counters=_own(counters))] if trainers[-1].began <= at else []
+    return [Life("trainer", summary["instance"], path.stat().st_mtime, _own(summary["counters"]))]
 
 
 def _ended(

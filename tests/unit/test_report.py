@@ -266,7 +266,7 @@ def test_a_look_keeps_who_ended_since_the_last_one(tmp_path: Path, monkeypatch: 
         return [Life("media", "m2", 4.0, {"puts": 27.0})], [dead, left]
 
     monkeypatch.setattr(counted_by, "_look", look)
-    (tmp_path / "summary.json").write_text(json.dumps({"counters": {"step": 5.0}}))
+    (tmp_path / "summary.json").write_text(json.dumps({"counters": {"step": 5.0}, "instance": "t"}))
     lives = keep_counters(tmp_path)
     assert lives == read_lives(tmp_path)
     assert {(life.who, life.instance): (life.ended, dict(life.counters)) for life in lives} == {
@@ -275,5 +275,5 @@ def test_a_look_keeps_who_ended_since_the_last_one(tmp_path: Path, monkeypatch: 
         ("worker-0", "a"): ("dead: was killed by SIGKILL", {"refits": 3.0}),
         ("worker-1", "b"): ("retired: drained", {}),
         ("worker-9", "z"): ("ended", {}),
-        ("trainer", ""): ("", {"step": 5.0}),
+        ("trainer", "t"): ("", {"step": 5.0}),
     }, "worker-9 is nobody's any more; what the trainer counted is in its summary"

@@ -20,7 +20,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import http_serving, make_app
 from omnifleet.service import load_tokens, peer, until_stopped, write_record
 from omnifleet.telemetry.counters import Counters
-from omnifleet.wire.server import serving
+from omnifleet.wire.server import INSTANCE, serving
 from omnifleet.wire.trainer_pb2_grpc import add_TrainerServicer_to_server
 from omnifleet_trainer.loop.controller import Controller
 from omnifleet_trainer.loop.start import LEDGER, Mode, Start, find_start
@@ -99,7 +99,8 @@ async def _train(controller: Controller, run_dir: Path, start: Start) -> int:
         done = training.result()
         if done:
             summary = await controller.summary()
-            _write_summary(run_dir, summary | {"seconds": time.time() - start.began_unix})
+            spent = time.time() - start.began_unix
+            _write_summary(run_dir, summary | {"seconds": spent, "instance": INSTANCE})
         return STOPPED if signalled.done() and not done else 0
     finally:
         training.cancel()
