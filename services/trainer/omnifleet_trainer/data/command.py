@@ -133,7 +133,9 @@ def convert_videos(
     prompt_key: Annotated[str, typer.Option(help="Field of the question.")] = "prompt",
     video_key: Annotated[str, typer.Option(help="Field of the clip.")] = "video",
     audio_key: Annotated[str, typer.Option(help="Field of the sound.")] = "audio",
-    agent_name: Annotated[str, typer.Option(help="Agent of rows that name none; default: by their verifier.")] = "",
+    agent_name: Annotated[
+        str, typer.Option(help="Agent of rows that name none; default: by their verifier.")
+    ] = "",
     system_prompt: Annotated[str, typer.Option(help="Put before each question; default: none.")] = "",
     skip_rows_without_video: bool = False,
     skip_missing_local_videos: bool = False,
