@@ -72,7 +72,8 @@ def show_status(run_dir: Path, console: Console, *, as_json: bool) -> None:
         console.print(workers_table(view))
     for line in starting_workers(supervisor if is_up(run_dir) else {}, view):
         console.print(line, highlight=False)
-    console.print(ends_table(supervisor), highlight=False)
+    if supervisor.get("ends"):
+        console.print(ends_table(supervisor), highlight=False)
 
 
 async def ask_service(run_dir: Path, name: str, *, deadline_s: float = _CALL_S) -> dict[str, Any]:
