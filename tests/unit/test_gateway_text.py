@@ -44,3 +44,15 @@ def test_a_half_character_at_the_end_is_shown_as_such() -> None:
     stream = TextStream(decode)
     assert stream.push(list("é".encode()[:1])) == ""
     assert stream.flush() == "\ufffd"
+
+
+def test_a_whole_reply_is_decoded_once() -> None:
+    seen: list[bytes] = []
+
+    def counted(ids: Sequence[int]) -> str:
+        seen.append(bytes(ids))
+        return decode(ids)
+
+    stream = TextStream(counted)
+    assert stream.push(list(b"42 apples")) + stream.flush() == "42 apples"
+    assert seen == [b"42 apples"]
