@@ -216,7 +216,7 @@ def train(
 
     loaded = resolve_model(recipe, overrides or [], launcher)
     if _is_done(loaded):
-        console.print(f"{loaded.run.name} is done: {_outcome(loaded.run_dir)}")
+        console.print(f"{loaded.run.name} is done: {_outcome(loaded.run_dir)}", soft_wrap=True)
         console.print("trainer.steps=N extends it, run.name=NAME starts another", highlight=False)
         return
     was_up = is_up(loaded.run_dir)
