@@ -6,8 +6,8 @@ cd "$(dirname "$0")/.."
 
 if [ "${1:-}" = soak ]; then
     marked="soak and not gpu"
-    first=(tests/chaos tests/unit)
-    second=(tests/integration tests/contract)
+    first=(tests/chaos)
+    second=(tests/unit tests/contract tests/integration)
 else
     marked="not soak and not gpu"
     first=(tests/chaos tests/integration)
