@@ -233,6 +233,10 @@ async def put_media(url: str, kind: MediaKind, run: str) -> MediaRef:
     return PICTURE if data == PICTURE_BYTES else MediaRef(kind, Digest(blake3(data).hexdigest()))
 
 
+_PATIENCE_S = 3600.0
+"""Scripted workers send no heartbeats of their own, and a loaded machine takes its time."""
+
+
 @asynccontextmanager
 async def world(
     path: Path, *, tokens: Tokens = OPEN, renderer: RendererLoader | None = None, **settings: Any
@@ -242,8 +246,8 @@ async def world(
     registry = Registry(
         time.monotonic,
         heartbeat_s=config.heartbeat_s,
-        suspect_after_s=60.0,
-        dead_after_s=120.0,
+        suspect_after_s=_PATIENCE_S,
+        dead_after_s=2 * _PATIENCE_S,
         max_workers=8,
     )
     store = FleetStore(path / "fleet.sqlite")
