@@ -21,7 +21,14 @@ _PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("reply, tokens", (("response_tokens_mean", "mean"), ("response_tokens_p95", "95th percentile"))),
     ("norm of the gradient", (("grad_norm", ""),)),
     ("tokens/s", (("tokens_per_s", ""),)),
-    ("share of a step", (("wait_share", "waiting for replies"), ("train_share", "training"))),
+    (
+        "share of a step",
+        (
+            ("wait_share", "waiting for replies"),
+            ("train_share", "training"),
+            ("engine_idle_share", "engines idle"),
+        ),
+    ),
     ("refit, ms", (("refit_ms", "whole refit"), ("gate_ms", "no token produced"))),
 )
 _COLUMNS = 3
