@@ -67,9 +67,9 @@ async def _look(
         except OmnifleetError:
             return []
 
-    asked = asyncio.gather(*(one(record) for record in records.values()))
-    workers = await fleet()
-    return [life for found in await asked for life in found], workers
+    services = asyncio.gather(*(one(record) for record in records.values()))
+    workers, asked = await asyncio.gather(fleet(), services)
+    return [life for found in asked for life in found], workers
 
 
 def _of_registry(worker: WorkerView, lives: list[Life], ends: Mapping[int, str]) -> Life:

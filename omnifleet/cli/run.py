@@ -222,7 +222,7 @@ def train(
     was_up = is_up(loaded.run_dir)
     run_dir = start_services(loaded, as_json=log_json, launcher=launcher, engine=engine)
     want(run_dir, train=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
+    take_sigterm_for_ctrl_c()
     try:
         finished = watch_training(run_dir, loaded, console)
         if finished:
@@ -246,6 +246,12 @@ def train(
         console.print(f"stopped {at}; the same command goes on from there", highlight=False)
         failure = read_state(run_dir).get("failure", "")
         raise typer.Exit(1 if failure else 130)
+
+
+def take_sigterm_for_ctrl_c() -> None:
+    """A scheduler's stop is a Ctrl-C. Sent on as the signal and not raised here: an event loop that runs just then ends what
+    it does first, where an exception out of nowhere would leave gRPC's memory in pieces."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def _write_report(run_dir: Path, recipe: Recipe) -> None:

@@ -357,7 +357,7 @@ def test_a_policy_that_does_not_open_leaves_no_group_behind(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(automodel, "_build", fail)
+    monkeypatch.setattr(automodel, "build", fail)
     before = dist.is_initialized()
     with pytest.raises(RuntimeError, match="no memory"):
         open_tiny(source)
