@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
+from omnifleet_trainer.policy.job import Job
 from omnifleet_trainer.policy.megatron import MegatronPolicy
 from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.policy.packing import Packing
@@ -40,7 +41,7 @@ def opened(make: Any, source: Path, *, freeze: tuple[str, ...] = (), **changes: 
     trainer = TrainerConfig(
         backend=backend, optimizer=optimizer, threads=1, micro_batch_tokens=300, **changes
     )
-    return make(source, trainer=trainer, objective=ObjectiveConfig(), temperature=TEMPERATURE, freeze=freeze)
+    return make(Job(source, trainer, ObjectiveConfig(), temperature=TEMPERATURE, freeze=freeze))
 
 
 def weights_of(policy: Any) -> dict[str, torch.Tensor]:
