@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from omnifleet.config.load import recipe_from_mapping
 from omnifleet.config.recipe import Recipe
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import WeightVersion
@@ -19,17 +18,11 @@ from omnifleet_trainer.loop.changes import keep_recipe, recipe_digest
 from omnifleet_trainer.loop.journal import Journal, StepRecord
 from omnifleet_trainer.loop.start import LEDGER, find_start, resumed_in_words
 from tests.unit.loop_world import rows, world
+from tests.unit.small_run import small_recipe
 
 
 def recipe_of(folder: Path, **trainer: object) -> Recipe:
-    body = {
-        "run": {"name": "r", "root": str(folder)},
-        "model": {"path": "m"},
-        "reward": [{"name": "format"}],
-        "data": {"max_prompt_tokens": 64},
-        "trainer": trainer,
-    }
-    return recipe_from_mapping(body, "test")
+    return small_recipe(folder, trainer=trainer)
 
 
 def checkpointed(folder: Path, recipe: Recipe) -> None:
