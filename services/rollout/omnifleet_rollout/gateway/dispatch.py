@@ -26,6 +26,7 @@ from omnifleet_rollout.gateway.budget import Budgets
 from omnifleet_rollout.gateway.checks import check, one_sample
 from omnifleet_rollout.gateway.flight import Flight
 from omnifleet_rollout.gateway.links import Links, meaning
+from omnifleet_rollout.gateway.pace import RetryPace
 from omnifleet_rollout.gateway.placement import Placement
 from omnifleet_rollout.gateway.progress import Decode, Progress
 from omnifleet_rollout.gateway.routing import Router
@@ -71,7 +72,7 @@ class Dispatcher:
         self._placement = Placement(fleet, router)
         self._attempts = attempts
         self._eos, self._decode = eos, decode
-        self._budgets = Budgets()
+        self._budgets, self._pace = Budgets(), RetryPace()
         self._flights: dict[str, Flight] = {}
         self._calls: dict[str, list[_Call]] = {}
 
@@ -115,6 +116,20 @@ class Dispatcher:
             self._budgets.give_back(run, n - flight.finished)
             await flight.close()
 
+    def expect_room(self, run: str, n: int) -> None:
+        """Before work is done for a request of `n` samples. Raises OVERLOADED, LIMIT_EXCEEDED, as `generate` would."""
+        try:
+            self._router.admit(run, n, self._quota(run))
+        except OmnifleetError as error:
+            self._refuse(error)
+            raise
+        self._router.dismiss(run, n)
+
+    def _refuse(self, error: OmnifleetError) -> None:
+        if error.reason is Reason.OVERLOADED:
+            error.retry_after_ms = max(error.retry_after_ms, int(1000 * self._pace.advise(_now())))
+        self.accounts.refuse(error)
+
     def _admit(self, run: str, n: int) -> None:
         try:
             self._router.admit(run, n, self._quota(run))
@@ -124,7 +139,7 @@ class Dispatcher:
                 self._router.dismiss(run, n)
                 raise
         except OmnifleetError as error:
-            self.accounts.refuse(error)
+            self._refuse(error)
             raise
         self.accounts.add(run, requests=1, samples=n)
 
@@ -132,7 +147,7 @@ class Dispatcher:
         try:
             return await self._placement.first(flight)
         except OmnifleetError as error:
-            self.accounts.refuse(error)
+            self._refuse(error)
             raise
 
     async def _events(self, flight: Flight, n: int) -> AsyncGenerator[list[rollout_pb2.GenerateEvent], None]:
@@ -314,6 +329,7 @@ class Dispatcher:
 
     def _end(self, flight: Flight, progress: Progress, event: rollout_pb2.GenerateEvent) -> None:
         self.accounts.add(flight.ask.run, samples_finished=1)
+        self._pace.ended(_now())
         flight.finished += event.finished.finish_reason != FinishReason.ABORT
         if flight.request.whole_samples:
             flight.put_last(progress.whole())

@@ -40,6 +40,7 @@ async def open_turn(
     Raises what `ask`, the conversation and the renderer raise, and INVALID_REQUEST for tools that cannot be honoured.
     """
     asked = ask(gateway, http, request)
+    gateway.dispatcher.expect_room(asked.who.run, asked.sampling.n)
     parsers = await gateway.parsers.get()
     shown = usable_tools(tools, request.tool_choice, parsers)
     prompt = ChatPrompt(
