@@ -17,7 +17,7 @@ class ParallelConfig(StrictModel):
     pp: int = Field(1, ge=1)
     """Pipeline: stages of ranks that hold other layers. megatron only."""
     ep: int = Field(1, ge=1)
-    """Experts: ranks, of those that hold the same layers, that share the experts of a mixture. megatron only."""
+    """Experts: ranks, of those that hold the same layers, that share the experts of a mixture. automodel: without tp."""
     cp: int = Field(1, ge=1)
     """Context: ranks that share a sequence. megatron only, packed."""
     sp: bool = False
@@ -52,6 +52,8 @@ class ParallelConfig(StrictModel):
             return "nodes", f"{self.world} ranks are not as many on each of {self.nodes} nodes"
         if self.world // self.nodes % self.tp:
             return "tp", f"ranks of tp {self.tp} stay on one node, and a node has {self.world // self.nodes}"
+        if backend == "automodel" and self.ep > 1 and self.tp > 1:
+            return "ep", "the automodel backend divides experts or layers, not both: set ep = 1 or tp = 1"
         if self.ep > 1 and self.tp > 1 and not self.sp:
             return "sp", "a mixture of experts with tp > 1 needs sequence parallelism: set sp = true"
         stage = self.dp * self.together
@@ -71,12 +73,6 @@ class ParallelConfig(StrictModel):
                         name,
                         f"the automodel backend does not divide that: set {name} = {wanted}, or trainer.backend = megatron",
                     )
-            if self.ep > 1:
-                return (
-                    "ep",
-                    "the automodel backend runs the model classes of transformers, and AutoModel divides experts in its own: "
-                    "set ep = 1, or trainer.backend = megatron",
-                )
             if self.distributed_optimizer:
                 return (
                     "distributed_optimizer",

@@ -43,6 +43,8 @@ def written(folder: Path, model: str) -> Path:
         ("automodel", "qwen3_vl", {"dp": 2}, {}),
         ("automodel", "qwen3_vl", {"tp": 2}, {}),
         ("automodel", "qwen2_5_vl", {"tp": 2}, BF16),
+        ("automodel", "mixture", {"dp": 2, "ep": 2}, {}),
+        ("automodel", "mixture", {"dp": 2, "ep": 2}, BF16),
         ("megatron", "qwen3_vl", {"tp": 2}, {}),
         ("megatron", "qwen3_vl", {"tp": 2, "sp": True}, BF16),
         ("megatron", "mixture", {"tp": 2, "sp": True, "ep": 2}, {}),

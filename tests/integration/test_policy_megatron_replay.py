@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_trainer.batch.samples import StepBatch
@@ -38,19 +37,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron") / "mixture"
     write_mixture(folder, layers=LAYERS)
     with_tower_heads(folder, 2)  # for two ranks to share
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plain(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights as transformers itself writes them: AutoModel takes experts in no other way."""
-    folder = tmp_path_factory.mktemp("automodel") / "mixture"
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    turned = {
-        name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()
-    }
-    save_file(turned, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -91,9 +77,9 @@ def worked(policy: Policy, source: Path, folder: Path) -> Found:
 
 
 @pytest.fixture(scope="module")
-def reference(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    with policy_of(plain, "automodel") as policy:
-        return worked(policy, plain, tmp_path_factory.mktemp("automodel"))
+def reference(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    with policy_of(source, "automodel") as policy:
+        return worked(policy, source, tmp_path_factory.mktemp("automodel"))
 
 
 def alike(ours: Found, theirs: Found) -> None:
@@ -102,11 +88,8 @@ def alike(ours: Found, theirs: Found) -> None:
     assert np.ravel(ours[1]) == pytest.approx(np.ravel(theirs[1]), rel=1e-4, abs=1e-5)
     assert ours[2].keys() == theirs[2].keys() and any(".gate." in name for name in ours[2])
     for name, tensor in theirs[2].items():
-        found = ours[2][name]
-        found = found if found.shape == tensor.shape else found.transpose(1, 2)  # see `plain`
-        torch.testing.assert_close(
-            found, tensor, rtol=0, atol=1e-4 * float(tensor.abs().max()) + 1e-9, msg=name
-        )
+        atol = 1e-4 * float(tensor.abs().max()) + 1e-9
+        torch.testing.assert_close(ours[2][name], tensor, rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("changes", [{}, {"packing": False}, {"recompute": True}])
@@ -120,10 +103,10 @@ def test_values_and_gradients_are_those_of_automodel(
 
 
 def test_layers_of_automodel_that_recompute_route_as_they_did(
-    plain: Path, reference: Found, tmp_path: Path
+    source: Path, reference: Found, tmp_path: Path
 ) -> None:
-    with policy_of(plain, "automodel", recompute=True) as policy:
-        alike(worked(policy, plain, tmp_path), reference)
+    with policy_of(source, "automodel", recompute=True) as policy:
+        alike(worked(policy, source, tmp_path), reference)
 
 
 def test_what_is_of_another_model_is_refused_and_other_models_are_left_alone(source: Path) -> None:

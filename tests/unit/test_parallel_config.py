@@ -13,7 +13,7 @@ def test_ranks_that_a_backend_does_not_have_are_refused_as_a_recipe() -> None:
         ({"dp": 2, "ep": 4}, "does not divide the dp x tp x cp = 2"),
         ({"tp": 2, "sp": True}, "set sp = False, or"),
         ({"pp": 2}, "set pp = 1, or"),
-        ({"dp": 2, "ep": 2}, "divides experts in its own"),
+        ({"dp": 2, "tp": 2, "ep": 2}, "experts or layers, not both"),
     ):
         with pytest.raises(ValueError, match=words):
             TrainerConfig.model_validate({"parallel": sizes})
@@ -24,7 +24,8 @@ def test_ranks_that_a_backend_does_not_have_are_refused_as_a_recipe() -> None:
     for name, value in (("lora", {"rank": 4}), ("logprob_chunk", 8)):
         with pytest.raises(ValueError, match="whole layers"):
             TrainerConfig.model_validate({name: value, "parallel": {"tp": 2}})
-    assert TrainerConfig.model_validate({"parallel": {"dp": 4}}).parallel.world == 4
+    for sizes in ({"dp": 4}, {"dp": 4, "ep": 2}):
+        assert TrainerConfig.model_validate({"parallel": sizes}).parallel.world == 4
 
 
 def test_neighbours_share_tensors_and_the_last_ranks_the_last_layers() -> None:

@@ -36,6 +36,10 @@ SHAPES = {
 }
 
 
+STACKED = {"layers.0.experts.up": (3, 8, 4), "layers.0.experts.down": (3, 4, 5), "head": (2, 4)}
+HUB = STACKED | {"layers.0.experts.up": (3, 4, 8), "layers.0.experts.down": (3, 5, 4)}
+
+
 def model_of(*conversions: Any) -> Any:
     """What `revert_weight_conversion` reads of a loaded model."""
     return SimpleNamespace(
@@ -107,6 +111,35 @@ def test_a_turned_tensor_is_refused_although_its_shape_fits() -> None:
     with pytest.raises(OmnifleetError, match=r"different tensors.*experts") as caught:
         held_by(model_of(QKV, turned), SHAPES)
     assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def stacked(shapes: dict[str, tuple[int, ...]]) -> Any:
+    """A model whose loader turns experts where shapes do not agree, as transformers' of Qwen3-VL does."""
+    return SimpleNamespace(
+        state_dict=lambda: {name: torch.zeros(shape) for name, shape in shapes.items()},
+        get_parameter=lambda name: torch.zeros(shapes[name]),
+        _weight_conversions=[
+            WeightConverter(name, name, [Transpose(1, 2, check_dims=True)])
+            for name in ("experts.up", "experts.down")
+        ],
+        config=None,
+    )
+
+
+def test_experts_that_lie_as_on_the_hub_are_turned_and_turned_back() -> None:
+    held = held_by(stacked(STACKED), HUB)
+    own = {name: torch.randn(shape) for name, shape in STACKED.items()}
+    sent = dict(held.collected(own, own.__getitem__))
+    assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == HUB
+    assert torch.equal(sent["layers.0.experts.up"], own["layers.0.experts.up"].mT)
+    assert all(tensor.is_contiguous() for tensor in sent.values())
+    assert all(torch.equal(held.rebuilt(name, sent.__getitem__), tensor) for name, tensor in own.items())
+
+
+def test_experts_of_equal_sides_beside_turned_ones_are_refused() -> None:
+    square = {"layers.0.experts.up": (3, 4, 4)}
+    with pytest.raises(OmnifleetError, match=r"different tensors.*experts\.up"):
+        held_by(stacked(STACKED | square), HUB | square)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.objectives.logprobs import hidden_logprobs
 from omnifleet_trainer.policy.automodel_model import build
+from omnifleet_trainer.policy.expert_parallel import EXPERTS, check_expert_parallel
 from omnifleet_trainer.policy.families.registry import family_of, needs_filling
 from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import stored
@@ -41,13 +42,16 @@ class AutoModelPolicy(RankPolicy):
     """`Policy` over the model class of transformers."""
 
     def _check(self) -> None:
-        if (tp := self._trainer.parallel.tp) > 1:
-            check_tensor_parallel(self._source, tp)
+        parallel = self._trainer.parallel
+        if parallel.tp > 1:
+            check_tensor_parallel(self._source, parallel.tp)
+        if parallel.ep > 1:
+            check_expert_parallel(self._source, parallel.ep)
 
     def _open(self, frozen: set[str]) -> None:
         source, shapes, place, trainer = self._source, self._shapes, self._place, self._trainer
         fills = place.world > 1 and needs_filling(source)
-        self._model, self._mesh = build(source, trainer, empty=fills)
+        self._model, self._mesh, self._experts_mesh = build(source, trainer, empty=fills)
         self._routers = Routers(self._model, self._model.config)
         self._mixture = self._routers.mixture
         if trainer.recompute:
@@ -76,7 +80,7 @@ class AutoModelPolicy(RankPolicy):
             self._trainable,
             trainer.optimizer,
             held=self._held if self._adapters is None else None,
-            foreach=None if trainer.parallel.tp == 1 else False,
+            foreach=None if trainer.parallel.tp * trainer.parallel.ep == 1 else False,
         )
         self.encoder_trains = any(name.startswith(self._family.encoder) for name in trains)
         self._vision = Vision(
@@ -210,15 +214,16 @@ class AutoModelPolicy(RankPolicy):
 
         parallel = self._trainer.parallel
         if parallel.tp > 1:
-            synchronize_tp_replica_gradients([self._model], self._mesh.device_mesh)
+            synchronize_tp_replica_gradients([self._model], self._mesh)
         norm = float(
             scale_grads_and_clip_grad_norm(
                 self._trainer.optimizer.grad_clip,
                 [self._model],
-                device_mesh=self._mesh.device_mesh,
-                moe_mesh=self._mesh.moe_mesh,
+                device_mesh=self._mesh,
+                moe_mesh=self._experts_mesh,
+                ep_axis_name=EXPERTS if parallel.ep > 1 else None,
                 dp_group_size=parallel.dp,
-                foreach=parallel.tp == 1,  # tensors of several meshes are not one list
+                foreach=parallel.tp * parallel.ep == 1,  # tensors of several meshes are not one list
             )
         )
         if np.isfinite(norm):

@@ -24,11 +24,12 @@ _SHOWN = 6
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Of a checkpoint's tensor, what one tensor of the model holds: `rows` of its first axis; with `entry` all of it,
-    as that entry of the model's first axis."""
+    as that entry of the model's first axis. turned: its last two axes are the other way round in the model."""
 
     name: str
     rows: int
     entry: int | None = None
+    turned: bool = False
 
 
 class Held:
@@ -79,7 +80,7 @@ class Held:
                     stacked = tensor(name) if stacked is None else stacked
                     yield source, stacked[pieces[0].entry]
                 elif len(pieces) == 1:
-                    yield source, tensor(name)
+                    yield source, tensor(name).mT.contiguous() if pieces[0].turned else tensor(name)
                 else:
                     yield source, torch.cat([tensor(piece.name) for piece in pieces])
 
@@ -94,6 +95,8 @@ class Held:
                 break
             start += piece.rows
         whole = stored(sources[0])
+        if piece.turned:
+            return whole.mT
         return whole if len(self._pieces[sources[0]]) == 1 else whole[start : start + piece.rows]
 
     def frozen(self, names: Iterable[str], frozen: set[str]) -> set[str]:
@@ -140,6 +143,10 @@ def held_by(
         name = owners.get(id(tensor))
         if name is not None and shapes.get(source) == state[name]:  # at most renamed
             pieces[source] = (Piece(name, probes.rows(name)),)
+        elif name is not None and ".experts." in source and shapes.get(source) == _turned(state[name]):
+            pieces[source] = (Piece(name, probes.rows(name), turned=True),)
+    if any(parts[0].turned for parts in pieces.values()):  # of equal sides no shape tells
+        pieces = {s: parts for s, parts in pieces.items() if parts[0].turned or not _square(shapes[s])}
     for source, probe in revert_weight_conversion(model, dict(probes.tensors)).items():
         parts = probes.read(probe, shapes[source]) if source in shapes.keys() - pieces.keys() else None
         if parts is not None:
@@ -212,6 +219,15 @@ class _Probes:
             pieces.append(Piece(name, rows))
             at += rows
         return tuple(pieces) if not shape or at == shape[0] else None
+
+
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of stacked experts (E, out, in) as the hub has them."""
+    return (shape[0], shape[2], shape[1]) if len(shape) == 3 else ()
+
+
+def _square(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[1] == shape[2]
 
 
 def _any(name: str, patterns: Sequence[str]) -> bool:

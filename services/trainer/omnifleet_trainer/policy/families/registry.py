@@ -17,7 +17,11 @@ FAMILIES: dict[str, type[TextModel]] = {
     "nemotron_h_omni": NemotronOmni,
 }
 """By model_type of the config."""
-_CUT = {"NemotronH_Omni_Reasoning_V3", "NemotronH_Nano_Omni_Reasoning_V3"}
+_CHANGED = {
+    "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "Qwen3VLMoeForConditionalGeneration",
+}
 
 
 def family_of(model: Any) -> TextModel:
@@ -32,5 +36,5 @@ def family_of(model: Any) -> TextModel:
 
 def needs_filling(source: Path) -> bool:
     """Whether AutoModel cannot load the checkpoint into weights that are spread over ranks: its loader for these renames
-    tensors, but cuts none (0.7.0)."""
-    return bool(_CUT & set(json.loads((source / "config.json").read_text()).get("architectures") or ()))
+    tensors, but neither cuts nor turns any (0.7.0)."""
+    return bool(_CHANGED & set(json.loads((source / "config.json").read_text()).get("architectures") or ()))
