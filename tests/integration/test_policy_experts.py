@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,15 +180,34 @@ def test_what_the_engine_chose_is_replayed(source: Path) -> None:
     assert max(float(np.abs(a - b).max()) for a, b in zip(own, found[1][0], strict=True)) > 1e-3
 
 
-def test_nemotron_s_experts_are_shared_too(tmp_path: Path) -> None:
-    """Each of them a tensor of its own in the checkpoint, beside Mamba layers, under a tower of clips and pictures."""
-    source = tmp_path / "model"
-    write_hybrid(source, pattern=MIXED, hidden=64)
-    with policy_of(source) as policy:
-        alone = nemotron_history(policy, source, tmp_path / "alone")
-    with policy_of(source, SHARED) as policy:
-        equal(nemotron_history(policy, source, tmp_path / "together"), alone)
-        assert checkpoint_shapes(tmp_path / "together" / "policy") == checkpoint_shapes(source)
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nemotron: each expert a tensor of its own, beside Mamba layers, under a tower of clips and pictures."""
+    folder = tmp_path_factory.mktemp("nemotron") / "mixture"
+    write_hybrid(folder, pattern=MIXED, hidden=64)
+    return folder
+
+
+def test_nemotron_s_experts_are_shared_too(hybrid: Path, tmp_path: Path) -> None:
+    with policy_of(hybrid) as policy:
+        alone = nemotron_history(policy, hybrid, tmp_path / "alone")
+    with policy_of(hybrid, SHARED) as policy:
+        equal(nemotron_history(policy, hybrid, tmp_path / "together"), alone)
+        assert checkpoint_shapes(tmp_path / "together" / "policy") == checkpoint_shapes(hybrid)
         policy.load(tmp_path / "alone")
-        resumed = policy.train(nemotron_batch(source))
+        resumed = policy.train(nemotron_batch(hybrid))
     assert resumed["grad_norm"] == pytest.approx(alone.then["grad_norm"], rel=1e-4)
+
+
+def test_nemotron_s_experts_in_bfloat16_are_those_of_ranks_that_hold_them_all(
+    hybrid: Path, tmp_path: Path
+) -> None:
+    """Loss and gradient norm to 3 %, logprobs to 0.3 % of the largest. From one rank two are about that far away in
+    bfloat16, whether they share experts or not: other micro-batches, other casts."""
+    histories = []
+    for name, layout in (("whole", {"dp": 2}), ("shared", SHARED)):
+        with policy_of(hybrid, layout, dtype="bfloat16") as policy:
+            found = nemotron_history(policy, hybrid, tmp_path / name)
+        masters = dict(read_folder(tmp_path / name / "policy"))  # exports may round either way
+        histories.append(dataclasses.replace(found, weights=masters))
+    equal(histories[1], histories[0], rtol=3e-2)

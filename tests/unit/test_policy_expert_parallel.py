@@ -32,7 +32,7 @@ TEXT: dict[str, Any] = {"num_local_experts": E}
             "no mixture",
             Reason.UNSUPPORTED,
         ),
-        ("mixtral", TEXT, "not of mixtral", Reason.UNSUPPORTED),
+        ("glm4v_moe", {"n_routed_experts": E}, "not of glm4v_moe", Reason.UNSUPPORTED),
         ("qwen3_vl_moe", {"num_experts": 3}, "does not divide the model's 3", Reason.INVALID_CONFIG),
     ],
 )
@@ -46,11 +46,21 @@ def test_models_whose_experts_cannot_be_shared_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("qwen3_vl_moe", TEXT), ("nemotron_h_omni", {"n_routed_experts": 8})]
+    ("kind", "name", "text"),
+    [
+        ("qwen3_vl_moe", "text_config", TEXT),
+        ("nemotron_h_omni", "text_config", {"n_routed_experts": 8, "layers_block_type": ["mamba", "moe"]}),
+        ("nemotron_h_omni", "llm_config", {"n_routed_experts": 8, "hybrid_override_pattern": "ME*E"}),
+    ],
 )
-def test_mixtures_that_are_known_are_taken(kind: str, text: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text}))
+def test_mixtures_that_are_known_are_taken(
+    kind: str, name: str, text: dict[str, Any], tmp_path: Path
+) -> None:
+    """The last by the names of published configs."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, name: text}))
     check_expert_parallel(tmp_path, 4)
+    with pytest.raises(OmnifleetError, match="does not divide"):
+        check_expert_parallel(tmp_path, 3)
 
 
 class Experts(nn.Module):

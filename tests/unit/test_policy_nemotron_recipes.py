@@ -1,25 +1,20 @@
-"""What the AutoModel recipes of Nemotron Omni may be asked for here, and what is still refused."""
+"""What the AutoModel recipes of Nemotron Omni may be asked for here, and their twins."""
 
 from __future__ import annotations
 
 import pytest
 
 from omnifleet.config import load_recipe
-from omnifleet.errors import OmnifleetError
-
-SPREAD = ("trainer.parallel={ep: 1, dp: 8}", "cluster.nodes=1")
 
 
 @pytest.mark.parametrize("name", ["clevr-automodel", "mmpr-automodel"])
-def test_experts_spread_by_fsdp_alone_are_taken(name: str) -> None:
-    recipe = load_recipe(f"nemotron-omni/{name}", [*SPREAD])
-    assert recipe.trainer.backend == "automodel" and recipe.trainer.parallel.world == 8
-
-
-@pytest.mark.parametrize("name", ["clevr-automodel", "mmpr-automodel"])
-def test_expert_parallelism_is_refused_with_the_way_out(name: str) -> None:
-    with pytest.raises(OmnifleetError, match="set ep = 1"):
-        load_recipe(f"nemotron-omni/{name}", ["cluster.nodes=1"])
+@pytest.mark.parametrize("sharing", [1, 8])
+def test_eight_ranks_may_share_experts_or_spread_them_by_fsdp_alone(name: str, sharing: int) -> None:
+    recipe = load_recipe(
+        f"nemotron-omni/{name}", [f"trainer.parallel={{ep: {sharing}, dp: 8}}", "cluster.nodes=1"]
+    )
+    parallel = recipe.trainer.parallel
+    assert recipe.trainer.backend == "automodel" and (parallel.world, parallel.ep) == (8, sharing)
 
 
 @pytest.mark.parametrize("name", ["clevr-automodel", "mmpr-automodel"])

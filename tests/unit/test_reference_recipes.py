@@ -73,16 +73,28 @@ def test_a_resolved_recipe_resolves_to_itself(name: str) -> None:
     assert again == ours(name)
 
 
-@pytest.mark.parametrize("name", [name for name in render.RECIPES.values() if name != "clevr-megatron"])
-def test_what_cannot_run_is_refused_before_it_starts(name: str) -> None:
-    """The sixth has sizes that the backend has, though not for its model: the policy refuses it."""
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mmpr-automodel", "trainer.parallel.nodes says 1"),
+        ("mmpr-megatron", "logprob_chunk"),
+        ("gym-video", "packed sequences"),
+        ("gym-video-async", "packed sequences"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_starts(name: str, why: str) -> None:
     with pytest.raises(OmnifleetError) as caught:
         load_recipe(f"nemotron-omni/{name}")
     assert caught.value.reason is Reason.INVALID_CONFIG
-    why = {"mmpr-megatron": "logprob_chunk"}.get(
-        name, "automodel backend" if "automodel" in name else "packed sequences"
-    )
     assert why in caught.value.message
+
+
+def test_the_rest_have_sizes_that_their_backend_has() -> None:
+    """Of `clevr-megatron` not for its model: the policy refuses that."""
+    for name in ("clevr-automodel", "clevr-megatron"):
+        assert load_recipe(f"nemotron-omni/{name}").trainer.parallel.ep == 8
+    recipe = load_recipe("nemotron-omni/mmpr-automodel", ["trainer.parallel.nodes=4"])
+    assert (recipe.trainer.parallel.dp, recipe.trainer.parallel.ep) == (32, 8)
 
 
 # ---------------------------------------------------------------- placement

@@ -16,8 +16,10 @@ from omnifleet_trainer.policy.tensor_plan import tensor_plan
 
 
 def build(source: Path, trainer: TrainerConfig, *, empty: bool) -> tuple[Any, Any, Any]:
-    """The model, in eval mode, with float32 weights; its mesh; and that of its experts, None where all are on every rank.
-    empty: weights are still to come."""
+    """The model, in eval mode, with float32 weights; its mesh; that of its experts, None where ranks do not share them.
+
+    empty: weights are still to come.
+    """
     compat.install()
     from nemo_automodel import NeMoAutoModelForImageTextToText
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config

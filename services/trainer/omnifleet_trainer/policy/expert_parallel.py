@@ -1,17 +1,16 @@
-"""Experts of a mixture on several ranks: each holds some, and computes with them for the tokens of all that share a layer's.
+"""A mixture's experts on several ranks: each computes with those that it holds, for the tokens of all that share them.
 
     y = Σ_j g_j E_j(x),  j over the chosen experts; a rank adds the terms of those that it holds
 
 For models of transformers, which stacks a layer's experts in tensors (E, ..) of one module. Tokens, gates and choices are
-gathered from the ranks that share experts; what they found is added up, and each keeps its own tokens. Of these two
-collectives each is the other's gradient. (2006.16668 sends tokens only where they go; a gather is what AutoModel's own classes
-do without kernels, too.)
+gathered from the ranks that share experts; what they found is added up, and each keeps the sums of its own tokens. Of these
+two collectives each is the other's gradient. (2006.16668 sends tokens only where they go; AutoModel's own classes gather them,
+too, where they have no kernels.)
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
-from omnifleet_trainer.policy.shards import own as local
+from omnifleet_trainer.policy.shards import own
 
 GROUPS, EXPERTS = "ep_shard", "ep"
 """Axes of the mesh, as AutoModel's gradient norm knows them: ranks that hold the same experts, and those that share a layer's."""
@@ -35,11 +34,13 @@ _KNOB = "trainer.parallel.ep"
 
 
 def check_expert_parallel(source: Path, size: int) -> None:
-    """Whether `size` ranks can share the experts of the checkpoint's model. Raises OmnifleetError(UNSUPPORTED, INVALID_CONFIG)."""
-    body: dict[str, Any] = json.loads((source / "config.json").read_text())
-    kind, text = body.get("model_type"), body.get("text_config") or body
-    experts = next((int(text[name]) for name in _COUNTS if text.get(name)), 0)
-    if not experts or "moe" not in text.get("layers_block_type", ["moe"]):
+    """Refuse a checkpoint whose experts `size` ranks cannot share. Raises OmnifleetError(UNSUPPORTED, INVALID_CONFIG)."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source)  # published ones of Nemotron have other names in the file
+    kind, text = config.model_type, config.get_text_config()
+    experts = next((int(found) for name in _COUNTS if (found := getattr(text, name, None))), 0)
+    if not experts or "moe" not in (getattr(text, "layers_block_type", None) or ["moe"]):
         raise OmnifleetError(
             Reason.UNSUPPORTED, f"this {kind} is no mixture of experts: set ep = 1", knob=_KNOB
         )
@@ -58,7 +59,7 @@ def check_expert_parallel(source: Path, size: int) -> None:
 
 
 def experts_mesh(data: int, sharing: int) -> DeviceMesh:
-    """Of `data` ranks, neighbours that are `sharing` experts; collective."""
+    """`data` ranks in neighbourhoods of `sharing`, which hold a layer's experts between them; collective."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return init_device_mesh(kind, (data // sharing, sharing), mesh_dim_names=(GROUPS, EXPERTS))
 
@@ -87,27 +88,29 @@ def _forward(
     gates: Tensor,
 ) -> Tensor:
     """Tokens [N, H], their experts and gates [N, K] -> [N, H], as the module of transformers."""
-    group, count = mesh.get_group(), plain.num_experts
-    counts = _lengths(hidden, group)
-    hidden = _Gathered.apply(hidden, counts, group)  # type: ignore[no-untyped-call]
-    gates = _Gathered.apply(gates, counts, group)  # type: ignore[no-untyped-call]
-    chosen = _gathered(chosen, counts, group) - mesh.get_local_rank() * count
-    rows, places = torch.where((chosen >= 0) & (chosen < count))
+    group, held = mesh.get_group(), plain.num_experts
+    lengths = _lengths(hidden, group)
+    hidden = _Gathered.apply(hidden, lengths, group)  # type: ignore[no-untyped-call]
+    gates = _Gathered.apply(gates, lengths, group)  # type: ignore[no-untyped-call]
+    chosen = _gathered(chosen, lengths, group) - mesh.get_local_rank() * held
+    rows, places = torch.where((chosen >= 0) & (chosen < held))
     picked, shares = chosen[rows, places][:, None], gates[rows, places][:, None]
     if not len(rows):  # a gradient of 0 for every weight, not none
         rows = rows.new_zeros(1)
         picked, shares = rows[:, None], gates[:1, :1] * 0
     with _weights(experts, plain, dtype):
         found = plain.forward(hidden[rows], picked, shares)
-    total = found.new_zeros(hidden.shape).index_add(0, rows, found)
-    own: Tensor = _Own.apply(total, counts, group)  # type: ignore[no-untyped-call]
-    return own
+    # As one rank adds them: in bfloat16 a GPU would round every sum.
+    precise = torch.promote_types(found.dtype, torch.float32)
+    terms = found.new_zeros(hidden.shape, dtype=precise).index_add(0, rows, found.to(precise))
+    sums: Tensor = _Summed.apply(terms.to(found.dtype), lengths, group)  # type: ignore[no-untyped-call]
+    return sums
 
 
 @contextmanager
 def _weights(experts: nn.Module, plain: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, `plain` has this rank's part of them; afterwards nothing keeps what they were in `dtype`."""
-    parts = {name: local(weight).to(dtype) for name, weight in experts.named_parameters(recurse=False)}
+    """Inside, `plain` has this rank's part of the weights; afterwards nothing keeps their copies in `dtype`."""
+    parts = {name: own(weight).to(dtype) for name, weight in experts.named_parameters(recurse=False)}
     plain.__dict__.update(parts)
     try:
         yield
@@ -116,50 +119,52 @@ def _weights(experts: nn.Module, plain: Any, dtype: torch.dtype | None) -> Itera
             del plain.__dict__[name]
 
 
-def _lengths(own: Tensor, group: Any) -> list[int]:
-    """Of each rank's."""
-    parts = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, torch.tensor([len(own)], device=own.device), group=group)
+def _lengths(tokens: Tensor, group: Any) -> list[int]:
+    """How many each rank of the group has."""
+    parts = [
+        torch.zeros(1, dtype=torch.int64, device=tokens.device) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(parts, torch.tensor([len(tokens)], device=tokens.device), group=group)
     return [int(part) for part in parts]
 
 
-def _gathered(own: Tensor, lengths: Sequence[int], group: Any) -> Tensor:
-    """[N, ..] of every rank, one after the other."""
-    padded = own.new_zeros((max(lengths), *own.shape[1:]))
-    padded[: len(own)] = own
+def _gathered(tokens: Tensor, lengths: Sequence[int], group: Any) -> Tensor:
+    """[n, ..] of each rank -> [N, ..] of all, one rank's after the other's."""
+    padded = tokens.new_zeros((max(lengths), *tokens.shape[1:]))
+    padded[: len(tokens)] = tokens
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 
-def _own(every: Tensor, lengths: Sequence[int], group: Any) -> Tensor:
-    """The sum over ranks of what they have for this rank's tokens."""
-    total = every.clone(memory_format=torch.contiguous_format)
+def _summed(terms: Tensor, lengths: Sequence[int], group: Any) -> Tensor:
+    """What each rank has for all tokens [N, ..] -> the sums over ranks for this rank's tokens [n, ..]."""
+    total = terms.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     rank = dist.get_rank(group)
     return total[sum(lengths[:rank]) : sum(lengths[: rank + 1])].clone()
 
 
 class _Gathered(torch.autograd.Function):
-    """`_gathered`; backward: `_own`."""
+    """`_gathered`; backward: `_summed`."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, lengths: Sequence[int], group: Any) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, lengths: Sequence[int], group: Any) -> Tensor:
         ctx.lengths, ctx.group = lengths, group
-        return _gathered(own, lengths, group)
+        return _gathered(tokens, lengths, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _own(gradient, ctx.lengths, ctx.group), None, None
+        return _summed(gradient, ctx.lengths, ctx.group), None, None
 
 
-class _Own(torch.autograd.Function):
-    """`_own`; backward: `_gathered`."""
+class _Summed(torch.autograd.Function):
+    """`_summed`; backward: `_gathered`."""
 
     @staticmethod
-    def forward(ctx: Any, every: Tensor, lengths: Sequence[int], group: Any) -> Tensor:
+    def forward(ctx: Any, terms: Tensor, lengths: Sequence[int], group: Any) -> Tensor:
         ctx.lengths, ctx.group = lengths, group
-        return _own(every, lengths, group)
+        return _summed(terms, lengths, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -28,7 +28,7 @@ def dividing(mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> Iterator[None
 
     Raises OmnifleetError(UNSUPPORTED) if AutoModel did not ask.
     """
-    every: Any = PreTrainedModel
+    every: Any = PreTrainedModel  # which of its classes, AutoModel finds out as it builds
     every.parallelizer = ours = ExpertParallelizer(mesh, precision)
     try:
         yield
@@ -58,7 +58,7 @@ class ExpertParallelizer(ModelParallelizer):  # type: ignore[misc]
                     experts,
                     mesh=self._mesh[GROUPS],
                     mp_policy=self._precision,
-                    shard_placement_fn=lambda _: Shard(1),
+                    shard_placement_fn=lambda _: Shard(1),  # the first axis is divided already
                 )
             self.apart |= set(experts.parameters())
         spread: nn.Module = super().parallelize(model, mesh_context)
