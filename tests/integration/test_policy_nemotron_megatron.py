@@ -28,6 +28,14 @@ pytestmark = [pytest.mark.heavy, pytest.mark.soak]
 PATTERNS = {"dense": DENSE, "mixture": MIXED}
 
 
+@pytest.fixture(autouse=True)
+def attention_of_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core wants these alike of all models of a process, which has opened Qwen's."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="module", params=PATTERNS)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nemotron") / "model"

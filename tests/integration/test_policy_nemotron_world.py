@@ -15,6 +15,14 @@ from tests.integration.rank_world import History, equal, opened, weights_of
 pytestmark = [pytest.mark.heavy, pytest.mark.soak]
 
 
+@pytest.fixture(autouse=True)
+def attention_of_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core wants these alike of all models of a process, which has opened Qwen's."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+
+
 def history(policy: Policy, source: Path, folder: Path) -> History:
     """Pictures in some samples, clips in others, neither in one: a rank may have either alone."""
     batch = batch_for(source)
