@@ -97,7 +97,7 @@ async def _main(incoming_fd: int, outgoing: BinaryIO) -> None:
         outgoing.write(frame({"failed": error.message}))
         outgoing.flush()
         return
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"authorization": f"Bearer {hello['secret']}"} if hello["secret"] else {}
     async with httpx.AsyncClient(
         base_url=hello["gateway"], headers=headers, limits=limits, trust_env=False
