@@ -57,8 +57,7 @@ def main():
     replies = engine.generate([{"prompt_token_ids": prompt}], drawn, use_tqdm=False)[0].outputs
     ids = [list(reply.token_ids) for reply in replies]
     logprobs = [[row[token].logprob for token, row in zip(reply.token_ids, reply.logprobs)] for reply in replies]
-    model = engine.llm_engine.model_executor.driver_worker.worker.get_model()
-    kind, gaps = type(model).__name__, missed(model)
+    kind, gaps = engine.apply_model(lambda model: (type(model).__name__, missed(model)))[0]
     print("RESULT " + json.dumps({"prompt": prompt, "ids": ids, "logprobs": logprobs, "model": kind, "missed": gaps}))
 
 
@@ -100,9 +99,9 @@ def test_a_policy_computes_on_a_gpu_what_transformers_computes_on_the_host(
     policy = opened(source, backend, dtype)
     try:
         found = policy.logprobs(batch)
-        before = {name: tensor.cpu() for name, tensor in policy.export()}
+        before = {name: tensor.cpu().clone() for name, tensor in policy.export()}
         steps = [policy.train(batch) for _ in range(3)]
-        after = {name: tensor.cpu() for name, tensor in policy.export()}
+        after = {name: tensor.cpu().clone() for name, tensor in policy.export()}
     finally:
         policy.close()
     worst = max(abs(torch.as_tensor(a).cpu() - b).max() for a, b in zip(found, expected, strict=True))
