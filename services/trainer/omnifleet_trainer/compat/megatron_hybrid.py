@@ -34,6 +34,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from omnifleet_trainer.compat.mamba import stand_ins
 from omnifleet_trainer.compat.megatron_layers import TorchCoreAttention
 
 LARGEST = 2048
@@ -138,7 +139,8 @@ def building(vision: Any, experts: int | None) -> Iterator[None]:
             (generators, "_CUDA_RNG_STATE_TRACKER", _NoGenerator()),
             (generators, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
         ]
-        # Asks for versions of packages that a CPU lacks; what stands in for them packs (compat/mamba.py).
+    if stand_ins():
+        # Asks for versions of the packages; what stands in for them packs.
         mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
