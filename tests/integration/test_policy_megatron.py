@@ -87,6 +87,21 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_only_what_predicts_replies_is_multiplied_by_the_vocabulary(source: Path, packing: bool) -> None:
+    policy, batch, rows = opened(source, packing=packing), batch_for(source), []
+    try:
+        policy._family.head.register_forward_hook(
+            lambda _, __, output: rows.append(output[0][..., 0].numel())
+        )
+        policy.logprobs(batch)
+    finally:
+        policy.close()
+    replies = sum(len(sample.token_ids) for sample in batch.samples)
+    prompts = sum(len(sample.prompt_token_ids) for sample in batch.samples)
+    assert replies <= sum(rows) < replies + prompts / 2
+
+
 def plain_training(source: Path, batch: StepBatch, steps: int) -> tuple[list[Any], list[tuple[float, float]]]:
     """Logprobs, then (loss, gradient norm) of each step: transformers, torch's AdamW, pixels for every reference."""
     from transformers import AutoModelForImageTextToText

@@ -30,6 +30,7 @@ from omnifleet_trainer.policy.families.nemotron import NemotronOmni
 from omnifleet_trainer.policy.families.qwen import unknown_family
 from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import stored
+from omnifleet_trainer.policy.megatron_head import heading
 from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
 from omnifleet_trainer.policy.megatron_nemotron import HYBRID
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
@@ -221,10 +222,13 @@ class MegatronPolicy(RankPolicy):
             ids = micro.input_ids[:, micro.first :]
             kept = None if micro.kept is None else micro.kept[:, micro.first :]
             if not self._packs:
-                return self._logprobs(self._family.logits(arguments)[:, micro.first - 1 : -1], ids, kept)
+                with heading(self._family.head, slice(micro.first - 1, -1)):
+                    logits = self._family.logits(arguments)
+                return self._logprobs(logits, ids, kept)
             packing = Packing(micro, self._division.multiple)
             places, here = self._division.predictions(packing)
-            logits = self._family.packed_logits(arguments, packing)[:, places]
+            with heading(self._family.head, places):
+                logits = self._family.packed_logits(arguments, packing)
             kept = None if kept is None else packing.wanted(kept)[:, here]
             logprobs = self._logprobs(logits, packing.wanted(ids)[:, here], kept)
             return packing.padded(self._division.joined(logprobs, here))

@@ -57,13 +57,18 @@ class MegatronQwen25VL:
         places = positions(self._rope, micro, layout) if micro.media else _counted(micro)
         return {"decoder_input": None, "position_ids": places}
 
+    @property
+    def head(self) -> Any:
+        """What makes logits of hidden states; see `heading`."""
+        return self._model.language_model.output_layer
+
     def logits(self, arguments: dict[str, Any]) -> Tensor:
-        """[B, S, V] of all positions; of a stage before the last its hidden states, [S, B, H]."""
+        """[B, S, V] of the positions that reach the head; of a stage before the last its hidden states, [S, B, H]."""
         logits: Tensor = self._model.language_model(**{"input_ids": None, "attention_mask": None} | arguments)
         return logits
 
     def packed_logits(self, arguments: dict[str, Any], packing: Packing) -> Tensor:
-        """[1, T, V] of the same arguments, packed, and of this rank's tokens; hidden states are [T, 1, H]."""
+        """[1, T, V] of the same arguments, packed, of the positions that reach the head, and of this rank's tokens; hidden states are [T, 1, H]."""
         division, embeds = self.division, arguments["decoder_input"]
         if embeds is not None:
             packed = division.part(packing.packed(embeds.transpose(0, 1)))

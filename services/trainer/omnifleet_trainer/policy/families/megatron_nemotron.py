@@ -95,15 +95,20 @@ class MegatronNemotron:
         """See `Family`."""
         return _decoder(scattered(micro, embeds, features))
 
+    @property
+    def head(self) -> Any:
+        """What makes logits of hidden states; see `heading`."""
+        return self._model.language_model.output_layer
+
     def logits(self, arguments: dict[str, Any]) -> Tensor:
-        """[B, S, V] of all positions."""
+        """[B, S, V] of the positions that reach the head."""
         logits: Tensor = self._model.language_model(
             input_ids=None, position_ids=None, attention_mask=None, **arguments
         )
         return logits
 
     def packed_logits(self, arguments: dict[str, Any], packing: Packing) -> Tensor:
-        """[1, T, V] of the same arguments, packed."""
+        """[1, T, V] of the same arguments, packed, of the positions that reach the head."""
         embeds = packing.packed(arguments["decoder_input"].transpose(0, 1))
         return self.logits(_decoder(embeds) | {"packed_seq_params": packing.parameters()})
 
