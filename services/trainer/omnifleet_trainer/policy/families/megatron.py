@@ -68,7 +68,7 @@ class MegatronQwen25VL:
         return logits
 
     def packed_logits(self, arguments: dict[str, Any], packing: Packing) -> Tensor:
-        """[1, T, V] of the same arguments, packed, of the positions that reach the head, and of this rank's tokens; hidden states are [T, 1, H]."""
+        """[1, T, V] of the same arguments, packed: this rank's positions that reach the head. Hidden states are [T, 1, H]."""
         division, embeds = self.division, arguments["decoder_input"]
         if embeds is not None:
             packed = division.part(packing.packed(embeds.transpose(0, 1)))
