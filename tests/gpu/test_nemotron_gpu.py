@@ -6,9 +6,6 @@ vLLM's CPU build has no experts of this kind. Run: python -m pytest -s -m gpu te
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerCon
 from omnifleet_trainer.policy.group import ALONE
 from omnifleet_trainer.policy.job import Job, open_rank
 from omnifleet_trainer.tiny.hybrid import DENSE, MIXED, TOWER, write_hybrid
+from tests.child_result import result_of
 from tests.integration.family_world import close_to
 from tests.integration.nemotron_world import TEMPERATURE, batch_for, plain_logprobs
 
@@ -115,18 +113,7 @@ def test_a_policy_computes_on_a_gpu_what_transformers_computes_on_the_host(
 
 def test_vllm_loads_and_samples_it(source: Path, plain: Any) -> None:
     """Every weight arrives by vLLM's own loader; TMPE below 1.05 in bfloat16 against transformers in float32."""
-    overrides = json.dumps({"vit_hidden_size": TOWER})
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(source), overrides],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env=dict(os.environ),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(line.removeprefix("RESULT "))
+    result = result_of(ENGINE, str(source), json.dumps({"vit_hidden_size": TOWER}))
     missed = [name for name in result["missed"] if not name.endswith((".ls1", ".ls2"))]
     assert missed == [] and result["model"] == "NemotronH_Nano_VL_V2"
     errors = []

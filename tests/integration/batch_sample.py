@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from omnifleet.address import token_digest
 from omnifleet.types import Digest, MediaKind, MediaRef
-from omnifleet_trainer.batch.samples import TrainingSample
+from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
 
 
 def ith_sample(
@@ -27,3 +29,12 @@ def ith_sample(
         media=tuple(MediaRef(kind, Digest(key * 64)) for kind, key in media),
         segment_keys=tuple(Digest(key) for _, key in media),
     )
+
+
+def draw_experts(batch: StepBatch, layers: int, experts: int, chosen: int) -> None:
+    """Give each token experts at random, no two tokens or layers alike; the third sample neither trains nor has any."""
+    random = np.random.default_rng(4)
+    for sample in batch.samples:
+        draws = random.random((sample.length - 1, layers, experts))
+        sample.experts = draws.argsort(-1)[..., :chosen].astype(np.uint8)
+    batch.samples[2].experts, batch.samples[2].valid = None, False

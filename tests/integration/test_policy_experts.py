@@ -20,6 +20,7 @@ from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.policy.port import Policy
 from omnifleet_trainer.tiny.hybrid import MIXED, write_hybrid
 from omnifleet_trainer.tiny.mixture import CHOSEN, EXPERTS, write_mixture
+from tests.integration.batch_sample import draw_experts
 from tests.integration.family_world import batch_for, close_to, plain_logprobs
 from tests.integration.nemotron_world import batch_for as nemotron_batch
 from tests.integration.rank_world import History, equal, history, opened, weights_of
@@ -164,11 +165,8 @@ def test_every_setting_is_that_of_one_rank(
 
 def test_what_the_engine_chose_is_replayed(source: Path) -> None:
     """Random experts, none for one sample: as one rank takes them, and not as the routers would; layers recompute so, too."""
-    batch, random = batch_for(source), np.random.default_rng(4)
-    for sample in batch.samples:
-        draws = random.random((sample.length - 1, LAYERS, EXPERTS))
-        sample.experts = draws.argsort(-1)[..., :CHOSEN].astype(np.uint8)
-    batch.samples[2].experts, batch.samples[2].valid = None, False
+    batch = batch_for(source)
+    draw_experts(batch, LAYERS, EXPERTS, CHOSEN)
     found = []
     for parallel in (None, SHARED):
         with policy_of(source, parallel, recompute=parallel is not None) as policy:

@@ -21,6 +21,7 @@ from omnifleet_trainer.policy.port import Policy
 from omnifleet_trainer.policy.replay import check_replayable
 from omnifleet_trainer.tiny.hybrid import MIXED, write_hybrid
 from omnifleet_trainer.tiny.mixture import CHOSEN, EXPERTS, write_mixture
+from tests.integration.batch_sample import draw_experts
 from tests.integration.family_world import batch_for, close_to
 from tests.integration.nemotron_world import batch_for as nemotron_batch
 from tests.integration.rank_world import opened
@@ -41,12 +42,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batch_of(source: Path) -> StepBatch:
-    """Experts of each token at random, no two tokens or layers alike; one sample neither trains nor has any."""
-    batch, random = batch_for(source), np.random.default_rng(4)
-    for sample in batch.samples:
-        draws = random.random((sample.length - 1, LAYERS, EXPERTS))
-        sample.experts = draws.argsort(-1)[..., :CHOSEN].astype(np.uint8)
-    batch.samples[2].experts, batch.samples[2].valid = None, False
+    batch = batch_for(source)
+    draw_experts(batch, LAYERS, EXPERTS, CHOSEN)
     return batch
 
 

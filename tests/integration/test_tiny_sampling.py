@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 
 from omnifleet_trainer.tiny.hybrid import TOWER, write_hybrid
 from omnifleet_trainer.tiny.mixture import write_mixture
+from tests.child_result import result_of
 
 pytestmark = [pytest.mark.heavy, pytest.mark.soak, pytest.mark.timeout(300)]
 
@@ -67,16 +65,6 @@ def test_vllm_samples_what_transformers_computes(
     write: Callable[[Path], None], overrides: dict[str, Any], banned: list[int], tmp_path: Path
 ) -> None:
     write(tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path / "model"), json.dumps(overrides), json.dumps(banned)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env=dict(os.environ),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(line.removeprefix("RESULT "))
+    result = result_of(CHILD, str(tmp_path / "model"), json.dumps(overrides), json.dumps(banned))
     assert result["tokens"] == 512 and result["tmpe"] == pytest.approx(1.0, abs=1e-4)
     assert not set(result["seen"]) & set(banned) and len(result["seen"]) > 100
