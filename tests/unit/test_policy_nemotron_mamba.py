@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from omnifleet_trainer.compat.mamba import GroupedNorm, split_conv_scan, stand_ins
+from omnifleet_trainer.compat.megatron import kernels_absent
 
 pytestmark = pytest.mark.heavy
 HEADS, WIDTH, GROUPS, STATE = 4, 8, 2, 16
@@ -79,3 +81,13 @@ def test_the_names_are_not_left_behind() -> None:
     made = stand_ins()
     assert not made or {"mamba_ssm", "causal_conv1d"} <= made.keys()
     assert not [name for name in made if name in sys.modules]
+
+
+def test_mamba_s_kernels_may_be_absent_where_triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on most machines with a GPU."""
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *_: None if name == "mamba_ssm" else object()
+    )
+    assert kernels_absent().keys() == stand_ins().keys() != set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: object())
+    assert not kernels_absent()

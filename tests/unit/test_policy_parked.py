@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from omnifleet_trainer.policy.parked import Parked
+from omnifleet_trainer.policy.parked import Parked, tensors_of
 
 
 def test_tensors_come_back_with_their_values_views_and_hooks() -> None:
@@ -32,3 +32,11 @@ def test_a_weight_that_moves_would_lose_what_hangs_on_it() -> None:
     weight.data = weight.data.float()
     weight.sum().backward()  # type: ignore[no-untyped-call]
     assert not seen
+
+
+def test_a_wrapper_may_name_a_list_as_torch_names_a_method() -> None:
+    """Megatron's data-parallel wrapper does."""
+    model = torch.nn.BatchNorm1d(3)
+    wrapper = torch.nn.Sequential(model)
+    wrapper.buffers = []  # type: ignore[method-assign,assignment]
+    assert {id(t) for t in tensors_of(wrapper)} == {id(t) for t in (*model.parameters(), *model.buffers())}

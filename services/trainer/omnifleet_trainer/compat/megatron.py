@@ -5,7 +5,8 @@ Checked with megatron-bridge 0.6.2 and megatron-core 0.19.2. Four seams, each a 
 - Python 3.11 has no `typing.override`; both libraries use it. It is taken from typing_extensions.
 - `megatron.bridge.peft.lora_layers` imports Transformer Engine for `isinstance` alone. A stand-in is in `sys.modules`
   while that one module loads; megatron-core's own probes for Transformer Engine still find none.
-- megatron-core imports triton at module level in kernels that no CPU runs. A stand-in is there while they load.
+- megatron-core imports triton at module level in kernels that no CPU runs, and Mamba's kernels. Stand-ins are there while
+  they load; Mamba's compute.
 - megatron-core asks `torch.cuda` for the current device, streams and events, writes `device="cuda"` in places, and
   brings the experts' counts of tokens to the host. Inside `on_cpu()`, and only there, these mean the CPU.
 """
@@ -61,8 +62,8 @@ def install() -> None:
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
     if not any(isinstance(finder, _LoraFinder) for finder in sys.meta_path) and not has_engine():
         sys.meta_path.insert(0, _LoraFinder())
-    if importlib.util.find_spec("triton") is None:
-        _import_with_triton()
+    if absent := kernels_absent():
+        _import_with(absent)
 
 
 def has_engine() -> bool:
@@ -137,15 +138,23 @@ def _undecorated(*args: Any, **settings: Any) -> Any:
     return args[0] if args and callable(args[0]) and not settings else lambda function: function
 
 
-def _import_with_triton() -> None:
-    # These probe for triton themselves, and must find that there is none.
-    for name in ("torch._inductor.runtime.triton_compat", "transformers"):
-        importlib.import_module(name)
-    modules: dict[str, types.ModuleType] = {name: _Triton(name) for name in _TRITON}
+def kernels_absent() -> dict[str, types.ModuleType]:
+    """Stand-ins by name for those of triton's and Mamba's modules that are not installed; either can be without the other."""
+    modules = mamba.stand_ins()
+    if importlib.util.find_spec("triton") is not None:
+        return modules
+    modules |= {name: _Triton(name) for name in _TRITON}
     for name in _TRITON[1:]:
         parent, leaf = name.rsplit(".", 1)
         modules[parent].__dict__[leaf] = modules[name]
-    with standing_in(modules | mamba.stand_ins()):
+    return modules
+
+
+def _import_with(modules: Mapping[str, types.ModuleType]) -> None:
+    # These probe for triton themselves, and must find that there is none.
+    for name in ("torch._inductor.runtime.triton_compat", "transformers"):
+        importlib.import_module(name)
+    with standing_in(modules):
         for name in _KERNELS:
             importlib.import_module(name)
 

@@ -40,7 +40,7 @@ from omnifleet_trainer.policy.megatron_sequence import Division
 from omnifleet_trainer.policy.names import checkpoint_files
 from omnifleet_trainer.policy.optimizer import check_moments
 from omnifleet_trainer.policy.packing import Packing
-from omnifleet_trainer.policy.parked import Parked
+from omnifleet_trainer.policy.parked import Parked, tensors_of
 from omnifleet_trainer.policy.passes import Schedule
 from omnifleet_trainer.policy.rank import RankPolicy
 from omnifleet_trainer.policy.recompute import recompute_layers
@@ -187,7 +187,7 @@ class MegatronPolicy(RankPolicy):
         self._vision.clear()
         self._optimizer.move(torch.device("cpu"))
         if self._device.type == "cuda":
-            self._parked = Parked([*self._built.model.parameters(), *self._built.model.buffers()])
+            self._parked = Parked(tensors_of(self._built.model))
             torch.cuda.empty_cache()
 
     def onload(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Parked:
@@ -29,6 +29,11 @@ class Parked:
         self._held.clear()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers. Megatron's data-parallel wrapper has a list named `buffers` where torch has a method."""
+    return [*model.parameters(), *(buffer for _, buffer in model.named_buffers())]
 
 
 def _on_the_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
