@@ -21,17 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from phases import Phases, timeline
 from sizes import write_size
 
 from omnifleet.client.refit import RefitClient
 from omnifleet.errors import OmnifleetError
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet_refit.fold import fold
-from omnifleet_refit.group import Meeting
+from omnifleet_refit.group import Group, Meeting
 from omnifleet_trainer.refit.courier import Courier, Order, Outcome
 from omnifleet_trainer.refit.handles import handles
 from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
 
+PHASES_ENV = "OMNIFLEET_BENCH_PHASES"
+"""Set: also print when each step of a refit began and ended, of the sender (`await_ready`, `finish`) and of the worker."""
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda", 0)
 RAW_BYTES, RAW_TIMES = 256 << 20, 40
@@ -200,6 +203,8 @@ async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
     """A first refit, which checks the plan against the loader, then `times` verified and `times` unverified ones."""
     rows = []
     parent: WeightVersion | None = None
+    sending = Phases()
+    sending.watch(Group, "await_ready", "finish")
     async with RefitClient.open(child.address) as client:
         for verified in (True, False):
             snapshot, courier = Snapshot(DEVICE, verified=verified), Courier(meeting, DEVICE)
@@ -214,6 +219,7 @@ async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
                 shipment = snapshot.shipment(WeightVersion("bench", "a", number), parent, None, False)
                 await asyncio.sleep(0.3)
                 child.gap()
+                sending.taken()
                 began = time.monotonic()
                 outcome = await send(client, shipment, snapshot, courier)
                 if isinstance(outcome, OmnifleetError):
@@ -226,6 +232,8 @@ async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
                 gap = child.gap()
                 child.order("load_ms")
                 load_ms = child.read()["ms"]
+                child.order("phases")
+                calls = sorted([*sending.taken(), *child.read()["calls"]], key=lambda call: call[2])
                 parent = commit.version
                 kind = "verified" if verified else "unverified"
                 rate = shipment.bytes / 1e9 / (done - began)
@@ -241,6 +249,8 @@ async def ours(child: Child, meeting: Meeting, times: int) -> list[Row]:
                     f"{child.size} {kind} {number}: {shown}, load {load_ms:.1f} ms, {rate:.1f} GB/s",
                     flush=True,
                 )
+                if PHASES_ENV in os.environ:
+                    print(f"    ms after the first bucket: {timeline(calls, began)}", flush=True)
                 taken.append((packed, done - began, done - staged, gap))
             del snapshot
             torch.cuda.empty_cache()

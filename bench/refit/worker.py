@@ -14,6 +14,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from phases import Phases
+
 from omnifleet.auth import OPEN
 from omnifleet.config.services import RolloutConfig
 from omnifleet.types import Sampling
@@ -53,11 +55,13 @@ class Load:
 
 
 class Orders:
-    """gap: reset and tell; load_ms: of the last commit, inside;
+    """gap: reset and tell; load_ms: of the last commit, inside; phases: what the engine was called for since the last look;
     stock_init: meet the trainer; stock: one refit of vLLM's own packed NCCL engine."""
 
     def __init__(self, engine: VllmEngine, load: Load, out: Any) -> None:
         self._engine, self._llm, self._load, self._out = engine, engine._llm, load, out
+        self._phases = Phases()
+        self._phases.watch(engine, "stage", "pause", "commit", "resume")
 
     def say(self, **answer: Any) -> None:
         """Answer."""
@@ -71,6 +75,10 @@ class Orders:
     async def load_ms(self, order: dict[str, Any]) -> None:
         """See the class."""
         self.say(ms=(await self._engine._rpc("omni_counters"))["last_load_ms"])
+
+    async def phases(self, order: dict[str, Any]) -> None:
+        """See the class."""
+        self.say(calls=self._phases.taken())
 
     async def stock_init(self, order: dict[str, Any]) -> None:
         """See the class."""

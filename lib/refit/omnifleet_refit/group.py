@@ -213,13 +213,14 @@ def _meet(store: Store, rank: int, size: int, timeout_s: float) -> None:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _backend(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    options = dist.ProcessGroupNCCL.Options()
+    # Else buckets queue behind the engine's kernels.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(minutes=10)
     with torch.cuda.device(device), _no_watchdog_kills():
         return dist.ProcessGroupNCCL(store, rank, size, options)

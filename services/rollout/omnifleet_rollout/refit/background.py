@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
-_TURN_S = 0.0002
+_TURN_S = 0.00005
 
 
 class Background(Generic[Result]):
@@ -49,14 +49,16 @@ class Background(Generic[Result]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        # The engine's thread is busy with Python between its kernels: at the usual 5 ms a turn, each of our calls waits so long.
+        # The engine's thread is busy with Python between its kernels: at the usual 5 ms a turn, each of our calls waits so
+        # long, and so does the answer.
         before = sys.getswitchinterval()
         sys.setswitchinterval(_TURN_S)
         try:
             self._result = self._work()
         except Exception as error:  # noqa: BLE001  handed to whoever asks for the result
             self._error = error
+        try:
+            self._over.set()
+            self._done(self._error or self._result)  # type: ignore[arg-type]
         finally:
             sys.setswitchinterval(before)
-            self._over.set()
-        self._done(self._error or self._result)  # type: ignore[arg-type]

@@ -63,21 +63,23 @@ class Collective:
         verification = Verification(body, self._memory.device)
         self._cancelled = False
         coming = iter(buffers)
+        tensors: dict[str, torch.Tensor] = {}
         for seat, inside in legs:
             group = self._join(meeting.name, seat, deadline - time.monotonic())
             try:
-                group.say_ready()
                 with group.stream():
+                    group.say_ready()
                     for bucket, data in zip(inside, coming, strict=False):
                         group.broadcast(data, deadline)
                         verification.queue(bucket, data)
+                    tensors = tensors or self._memory.cut(buckets, buffers)  # made while the bytes come
                     group.finish(deadline)
             except OmnifleetError:
                 self._memory.release()  # a broken group may still write into it
                 raise
         with group.stream():
             verification.check()
-        return self._memory.cut(buckets, buffers)
+        return tensors
 
     def _join(self, meeting: str, seat: Seat, timeout_s: float) -> Group:
         groups = self._groups.pop(meeting, {})

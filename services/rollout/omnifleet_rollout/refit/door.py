@@ -57,10 +57,10 @@ class Door:
 
     def _answer(self, caller: socket.socket) -> None:
         ended = threading.Event()
-        word: dict[str, Any] = {}
 
         def tell(end: int | OmnifleetError) -> None:
-            word.update(_refusal(end) if isinstance(end, OmnifleetError) else {"bytes": end})
+            # On the thread that staged: to wake ours would take one more turn beside the engine's.
+            _send(caller, end)
             ended.set()
 
         with caller:
@@ -73,14 +73,9 @@ class Door:
                     self._begin(order["manifest"], order["source"], tell)
                 ended.wait()
             except OmnifleetError as error:
-                word.update(_refusal(error))
+                _send(caller, error)
             except (OSError, ValueError, KeyError) as error:
                 log.warning("an order could not be read: %s", error)
-                return
-            try:
-                caller.sendall(json.dumps(word).encode())
-            except OSError:
-                return  # who asked is gone; what is staged waits for the next order
 
 
 async def knock(name: str, manifest_json: str, source: str) -> int:
@@ -124,6 +119,15 @@ def _connected(name: str) -> socket.socket:
         raise
     caller.setblocking(False)
     return caller
+
+
+def _send(caller: socket.socket, end: int | OmnifleetError) -> None:
+    word = _refusal(end) if isinstance(end, OmnifleetError) else {"bytes": end}
+    try:
+        caller.sendall(json.dumps(word).encode())
+        caller.shutdown(socket.SHUT_WR)
+    except OSError:
+        return  # who asked is gone; what is staged waits for the next order
 
 
 def _check_caller(caller: socket.socket) -> None:

@@ -76,7 +76,7 @@ class Plan:
             if source is not None:
                 into = move.write.on(targets[move.target])
                 pairs.append((into, move.read.on(source, int(source.storage_offset())).expand(into.shape)))
-        return pairs
+        return _largest_first(pairs)
 
     def bind_pieces(
         self, model: torch.nn.Module, pieces: Mapping[tuple[str, View], torch.Tensor]
@@ -88,7 +88,7 @@ class Plan:
             if piece is not None:
                 into = move.write.on(targets[move.target])
                 pairs.append((into, piece.expand(into.shape)))
-        return pairs
+        return _largest_first(pairs)
 
     def needs(self) -> dict[str, tuple[View, ...]]:
         """The windows of each source that this rank reads, each once: all that it would have to be sent."""
@@ -132,7 +132,7 @@ def plan_key(
         for name, tensor in parameter_memory(model)
     ]
     sources = sorted([name, str(dtype), list(shape)] for name, (dtype, shape) in table.items())
-    parts = [build, type(model).__name__, sources, memory]
+    parts = [build, type(model).__name__, sources, memory, "largest first"]
     return digest_bytes(canonical_json(parts), "refit-plan")
 
 
@@ -273,6 +273,14 @@ def replay(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """
     for into, value in pairs:
         into.copy_(value, non_blocking=True)
+
+
+def _largest_first(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A device that has the large copies to do is not kept waiting while the many small ones are queued.
+
+    Equal windows keep their order; a plan whose order matters otherwise is found out by `agrees`, which replays this one.
+    """
+    return sorted(pairs, key=lambda pair: -pair[0].nbytes)
 
 
 def parameter_memory(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
