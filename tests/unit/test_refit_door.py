@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import pytest
 import uvloop
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet_rollout.refit.background import Background
 from omnifleet_rollout.refit.door import Door, Tell, ask_for_tensors, knock
 
 
@@ -78,3 +80,24 @@ async def test_a_door_that_is_not_there_is_a_lost_worker() -> None:
     with pytest.raises(OmnifleetError) as lost:
         await knock("omnifleet-stage-nobody", "{}", "path")
     assert lost.value.reason is Reason.WORKER_LOST and lost.value.retryable
+
+
+async def test_the_thread_that_stages_answers_itself_in_short_turns() -> None:
+    usual = sys.getswitchinterval()
+    turns: list[float] = []
+
+    def begin(manifest: str, source: str, tell: Tell) -> None:
+        def done(result: int | Exception) -> None:
+            tell(7)
+            turns.append(sys.getswitchinterval())
+
+        Background(lambda: 7, lambda: None, done).result()
+
+    door = Door(begin, no_export)
+    assert await knock(door.name, "{}", "path") == 7
+    door.close()
+    for thread in threading.enumerate():
+        if thread.name == "refit stage":
+            thread.join(5)
+    assert turns and turns[0] < usual
+    assert sys.getswitchinterval() == usual

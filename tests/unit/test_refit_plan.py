@@ -180,3 +180,22 @@ def test_a_source_of_another_float_dtype_is_cast_as_copy_does() -> None:
     model = Sharded(0)
     replay(planned(model).bind(model, {"up": sources(1)["up"].double()}))
     assert torch.equal(model.gate_up[8:16], sources(1)["up"][:8].bfloat16())
+
+
+def test_large_copies_come_first_and_equal_windows_keep_their_order() -> None:
+    model, large, small = nn.Module(), nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(4))
+    model.large, model.small = large, small
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        targets = {"a": small, "b": small, "c": large}
+        for name, tensor in weights:
+            targets[name].data.copy_(tensor)
+
+    shapes = {"a": (4,), "b": (4,), "c": (64,)}
+    plan = record(model, load, {name: (torch.float32, shape) for name, shape in shapes.items()}, "build")
+    sources = {name: torch.full(shape, float(ord(name))) for name, shape in shapes.items()}
+    pairs = plan.bind(model, sources)
+    assert [int(value[0]) for _, value in pairs] == [ord(name) for name in "cab"]
+    with torch.no_grad():
+        replay(pairs)
+    assert small[0] == ord("b")
