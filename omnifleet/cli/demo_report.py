@@ -11,7 +11,7 @@ from typing import Any
 from omnifleet.cli.control import control_dir
 from omnifleet.cli.report import write_report
 from omnifleet.config.recipe import Recipe
-from omnifleet.report.facts import Check
+from omnifleet.report.facts import Check, agreement
 from omnifleet.report.lives import living, read_lives
 from omnifleet.report.records import RunRecords, read_mapping, read_run
 
@@ -67,11 +67,7 @@ def _numeric_checks(run: RunRecords, recipe: Recipe) -> list[Check]:
     s, ledger = run.summary, run.summary["ledger"]
     expected = int(s["steps"]) * recipe.trainer.prompts_per_step * recipe.trainer.generations_per_prompt
     return [
-        Check(
-            f"rollout and trainer agree on logprobs: TMPE below {MAX_TMPE} in every step",
-            s["tmpe_max"] is not None and float(s["tmpe_max"]) < MAX_TMPE,
-            f"highest {s['tmpe_max']:.5f}" if s["tmpe_max"] is not None else "never measured",
-        ),
+        agreement(run, MAX_TMPE),
         Check(
             f"weights went back while work went on: at least {MIN_REFITS} refits, some with requests in flight",
             int(s["refits"]) >= MIN_REFITS and int(s["refits_with_requests_in_flight"]) > 0,

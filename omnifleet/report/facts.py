@@ -52,18 +52,31 @@ def heldout(run: RunRecords) -> tuple[float, float] | None:
     return (values[0], values[-1]) if values else None
 
 
+def agreement(run: RunRecords, limit: float) -> Check:
+    """Whether rollout and trainer gave each token the same probability: TMPE below `limit` in every step.
+
+    Where they did not, it says whether numbers differ under the same weights, or the policy moved from the version that
+    sampled to the one that was trained.
+    """
+    claim = f"rollout and trainer agree on logprobs: TMPE below {limit} in every step"
+    steps, tmpe = run.series("tmpe")
+    if not tmpe:
+        return Check(claim, False, "never measured")
+    highest, step = max(zip(tmpe, steps, strict=True))
+    value = f"highest {highest:.5f}, step {step:.0f} of {len(tmpe)}"
+    above = sum(x >= limit for x in tmpe)
+    _, fresh = run.series("token_mult_prob_error_lag0")
+    if above and fresh:
+        cause = "the policy moved between versions" if max(fresh) < limit else "numbers differ"
+        value += f"; {above} above; of tokens of the trained version itself at most {max(fresh):.5f}: {cause}"
+    return Check(claim, highest < limit, value)
+
+
 def run_checks(run: RunRecords, ledger: Mapping[str, Any]) -> list[Check]:
     """What must hold of every run. ledger: its counts, {} if nobody could be asked."""
     checks = []
-    _, tmpe = run.series("tmpe")
-    if tmpe:
-        checks.append(
-            Check(
-                f"rollout and trainer agree on logprobs: TMPE below {MAX_TMPE} in every step",
-                max(tmpe) < MAX_TMPE,
-                f"highest {max(tmpe):.5f} of {len(tmpe)} steps",
-            )
-        )
+    if run.series("tmpe")[1]:
+        checks.append(agreement(run, MAX_TMPE))
     if ledger:
         checks.append(
             Check(
