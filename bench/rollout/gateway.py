@@ -152,7 +152,7 @@ async def latency(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
 
 async def saturation(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
     """More requests than the engine runs at once: tokens a second, and who used the CPU."""
-    load = Load(48, 144, 64)
+    load = Load(48, 432, 64)
     tokens = load.requests * load.tokens
     rates: dict[str, list[float]] = {}
     cpu: dict[str, dict[str, float]] = {}
