@@ -250,7 +250,10 @@ def train(
 
 def take_sigterm_for_ctrl_c() -> None:
     """A scheduler's stop is a Ctrl-C. Sent on as the signal and not raised here: an event loop that runs just then ends what
-    it does first, where an exception out of nowhere would leave gRPC's memory in pieces."""
+    it does first, where an exception out of nowhere would leave gRPC's memory in pieces. What a shell starts in the background
+    begins with Ctrl-C ignored: it would hear of no stop at all."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
