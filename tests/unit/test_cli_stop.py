@@ -12,7 +12,9 @@ import pytest
 from omnifleet.cli.run import take_sigterm_for_ctrl_c
 
 
-@pytest.fixture(autouse=True, params=[signal.default_int_handler, signal.SIG_IGN], ids=["shell", "background"])
+@pytest.fixture(
+    autouse=True, params=[signal.default_int_handler, signal.SIG_IGN], ids=["shell", "background"]
+)
 def handlers(request: pytest.FixtureRequest) -> Iterator[None]:
     """As a process begins: in a shell's foreground, and behind `&` or nohup, where Ctrl-C is ignored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
