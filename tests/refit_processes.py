@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +18,7 @@ from omnifleet.config.services import RolloutConfig
 from omnifleet.types import InFlight
 from omnifleet.wire.server import serving
 from omnifleet_refit import group as group_module
+from omnifleet_rollout.refit import collective as collective_module
 from omnifleet_rollout.worker.catchup import CatchUp
 from omnifleet_rollout.worker.command import Worker
 from omnifleet_rollout.worker.membership import Member
@@ -63,6 +65,23 @@ def deafen(patch: Callable[[object, str, object], None] = setattr) -> None:
     patch(group_module, "_backend", lambda *told: Deaf(make(*told)))
 
 
+def settle(deaf: bool, hidden: int) -> None:
+    """How the groups of this process behave from now on, and how wide its model is."""
+    refit_model.HIDDEN = hidden
+    if deaf:
+        deafen()
+
+
+def own(device: str) -> torch.device:
+    """The device; a GPU is the only one that this process sees from now on, as an engine's process sees its own alone."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return torch.device(device)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(number)] if seen else number
+    return torch.device("cuda", 0)
+
+
 def run_receiver(
     checkpoint: str,
     name: str,
@@ -74,22 +93,31 @@ def run_receiver(
 ) -> None:
     """The process of a `Remote`: says its address, then answers each message with (fenced, version, whole).
 
-    After the message "stop at commit" it says so when the next commit is in its gate, and goes no further.
+    After "stop at commit" it says so when the next commit is in its gate, and goes no further until "go on". After
+    "stop at join" it says so when the next stage is about to meet its group, and never goes further.
     """
-    refit_model.HIDDEN = hidden
-    if deaf:
-        deafen()
+    settle(deaf, hidden)
+    place, gone_on = own(device), asyncio.Event()
 
     async def stop() -> None:
         pipe.send("in its gate")
-        await asyncio.Event().wait()
+        await gone_on.wait()
+
+    def stay_out(*told: Any, **more: Any) -> Any:
+        pipe.send("at the door")
+        threading.Event().wait()
 
     async def serve() -> None:
-        async with receiving(Path(checkpoint), 1, ranks=ranks, device=torch.device(device)) as (worker,):
+        async with receiving(Path(checkpoint), 1, ranks=ranks, device=place) as (worker,):
             pipe.send(worker.address)
             while message := await asyncio.to_thread(pipe.recv):
                 if message == "stop at commit":
                     worker.engine.at_commit = stop
+                elif message == "stop at join":
+                    collective_module.join = stay_out
+                elif message == "go on":
+                    worker.engine.at_commit = None
+                    gone_on.set()
                 pipe.send((worker.fenced, worker.version.number, worker.whole()))
 
     asyncio.run(serve())
@@ -162,17 +190,32 @@ def run_worker(
     asyncio.run(serve())
 
 
-def run_sender(addresses: dict[str, str], step: int, phase: str, pipe: Any) -> None:
-    """A sender that publishes step 0 whole, then `step`, and says `phase` when it is there; then it waits to be killed."""
+def run_sender(
+    addresses: dict[str, str],
+    step: int,
+    phase: str,
+    pipe: Any,
+    deaf: bool = False,
+    hidden: int = HIDDEN,
+    device: str = "cpu",
+    deadline_s: float = DEADLINE_S,
+) -> None:
+    """A sender that publishes step 0 whole, then `step`, and says `phase` when it is there; it goes on when it is told to.
+
+    deadline_s: of the second stage.
+    """
+    settle(deaf, hidden)
 
     def reached(now: str) -> None:
         if now == phase:
             pipe.send(now)
-            threading.Event().wait()
+            pipe.recv()
 
     class Slow(list[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
             for number, bucket in enumerate(super().__iter__()):
+                if number == 0:
+                    reached("opened")
                 if number == len(self) - 1:
                     reached("broadcast")
                 yield bucket
@@ -183,11 +226,11 @@ def run_sender(addresses: dict[str, str], step: int, phase: str, pipe: Any) -> N
                 id: await stack.enter_async_context(RefitClient.open(a)) for id, a in addresses.items()
             }
             workers = [Remote(id, None, client) for id, client in clients.items()]
-            sender = Sender("killed")
+            sender = Sender(f"killed {phase}", torch.device(device))
             await sender.publish(workers, 0)
             shipment = sender.pack(step, whole=True)
             reached("packed")
-            outcomes = await sender.stage(workers, shipment, Slow(sender.buckets(shipment)))
+            outcomes = await sender.stage(workers, shipment, Slow(sender.buckets(shipment)), deadline_s)
             reached("staged")
             for worker in workers:
                 await worker.client.commit(str(outcomes[worker.id]), InFlight.KEEP, deadline_s=DEADLINE_S)

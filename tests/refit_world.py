@@ -280,3 +280,4 @@ class Remote:
     client: RefitClient
     pipe: Any = None
     ranks: int = 1
+    address: str = ""

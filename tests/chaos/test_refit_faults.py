@@ -6,7 +6,8 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight
 from tests.refit_model import write_checkpoint
 from tests.refit_processes import run_receiver, run_sender
-from tests.refit_world import DEADLINE_S, Remote, Sender, receiving
+from tests.refit_world import DEADLINE_S, Receiving, Remote, Sender, receiving
 
 pytestmark = pytest.mark.timeout(240)
 STUCK_S = 4.0
@@ -59,14 +60,34 @@ async def remotes(
             told = (str(checkpoint), f"w{number}", theirs)
             process = spawner.Process(target=run_receiver, args=told, kwargs=settings)
             process.start()
+            theirs.close()
             stack.callback(kill, process)
             workers.append((f"w{number}", process, ours))
         ranks = len(settings.get("ranks", ("one",)))
-        clients = [await stack.enter_async_context(RefitClient.open(await said(p))) for _, _, p in workers]
-        yield [
-            Remote(name, process, client, pipe, ranks)
-            for (name, process, pipe), client in zip(workers, clients, strict=True)
-        ]
+        remote = []
+        for name, process, pipe in workers:
+            address = await said(pipe)
+            client = await stack.enter_async_context(RefitClient.open(address))
+            remote.append(Remote(name, process, client, pipe, ranks, address))
+        yield remote
+
+
+@asynccontextmanager
+async def sender_at(
+    spawner: Any, workers: Sequence[Any], step: int, phase: str, **settings: Any
+) -> AsyncIterator[Any]:
+    """A sender in a process of its own, that has come to a phase of its second refit; its pipe. It is killed in the end."""
+    ours, theirs = multiprocessing.Pipe()
+    addresses = {worker.id: worker.address for worker in workers}
+    told = (addresses, step, phase, theirs)
+    process = spawner.Process(target=run_sender, args=told, kwargs=settings)
+    process.start()
+    theirs.close()
+    try:
+        assert await said(ours) == phase
+        yield ours
+    finally:
+        kill(process)
 
 
 async def state(worker: Remote, message: object = True) -> tuple[bool, int, bool]:
@@ -76,10 +97,12 @@ async def state(worker: Remote, message: object = True) -> tuple[bool, int, bool
     return answer
 
 
-async def die_at_the_gate(worker: Remote) -> None:
-    """Kill a worker in the middle of its commit."""
-    assert await said(worker.pipe) == "in its gate"
+async def die_at(worker: Remote, place: str) -> float:
+    """Kill a worker where it said that it stops; when, monotonic s."""
+    assert await said(worker.pipe) == place
+    now = time.monotonic()
     kill(worker.process)
+    return now
 
 
 class Hooked(list["torch.Tensor"]):
@@ -96,16 +119,41 @@ class Hooked(list["torch.Tensor"]):
             yield bucket
 
 
-async def cleared(worker: Any) -> None:
-    """Drop what is staged. A thread that is still meeting its group ends at its deadline; until then that is a conflict."""
+async def cleared(worker: Any, digest: str = "") -> None:
+    """Drop what is staged. A thread that is still meeting its group ends at its deadline; until then that is a conflict.
+
+    digest: if it is nobody's, nothing is dropped, and a stage that runs is waited for.
+    """
     async with asyncio.timeout(2 * DEADLINE_S):
         while True:
             try:
-                await worker.client.abort(reason="the sender is new")
+                await worker.client.abort(digest, reason="the sender is new")
                 return
             except OmnifleetError as error:
                 assert error.reason is Reason.CONFLICT and error.retryable, error
             await asyncio.sleep(0.1)
+
+
+async def raced(sender: Sender, workers: Sequence[Receiving | Remote], step: int) -> int:
+    """Publish beside another sender, whose refit may break ours off; how many committed ours."""
+    outcomes = await sender.stage(workers, sender.pack(step))
+    done = 0
+    for worker in workers:
+        outcome = outcomes[worker.id]
+        try:
+            if isinstance(outcome, OmnifleetError):
+                raise outcome
+            await worker.client.commit(outcome, InFlight.KEEP, deadline_s=DEADLINE_S)
+            done += 1
+        except OmnifleetError as error:
+            assert error.reason in (
+                Reason.CONFLICT,
+                Reason.UNAVAILABLE,
+                Reason.DEADLINE,
+                Reason.REFIT_REJECTED,
+            ), error
+        assert not isinstance(worker, Receiving) or worker.whole()
+    return done
 
 
 @pytest.mark.parametrize("phase", ["packed", "broadcast", "staged", "committed one"])
@@ -113,14 +161,8 @@ async def test_a_sender_killed_in_any_phase_leaves_three_workers_whole_and_the_n
     spawner: Any, tmp_path: Path, phase: str
 ) -> None:
     async with receiving(write_checkpoint(tmp_path / "c"), 3) as workers:
-        ours, theirs = multiprocessing.Pipe()
-        addresses = {worker.id: worker.address for worker in workers}
-        sender = spawner.Process(target=run_sender, args=(addresses, 5, phase, theirs))
-        sender.start()
-        try:
-            assert await said(ours) == phase
-        finally:
-            kill(sender)
+        async with sender_at(spawner, workers, 5, phase):
+            pass
         assert all(worker.whole() and not worker.fenced for worker in workers)
         at = sorted(worker.version.number for worker in workers)
         assert at == ([0, 0, 5] if phase == "committed one" else [0, 0, 0])
@@ -151,7 +193,7 @@ async def test_NCL_01_a_receiver_killed_in_any_phase_is_left_out_and_the_others_
         dying = None
         if phase == "gate":
             assert await state(victim, "stop at commit") == (False, 0, True)
-            dying = asyncio.create_task(die_at_the_gate(victim))
+            dying = asyncio.create_task(die_at(victim, "in its gate"))
         committed = []
         for worker in workers:
             outcome = outcomes[worker.id]
@@ -218,30 +260,8 @@ async def test_a_load_that_breaks_half_way_fences_until_a_complete_refit(tmp_pat
 async def test_two_refits_that_race_leave_every_worker_at_one_of_them_whole(tmp_path: Path) -> None:
     async with receiving(write_checkpoint(tmp_path / "c"), 3) as workers:
         one, two = Sender("one"), Sender("two")
-
-        async def race(sender: Sender, step: int) -> int:
-            shipment = sender.pack(step)
-            outcomes = await sender.stage(workers, shipment)
-            done = 0
-            for worker in workers:
-                outcome = outcomes[worker.id]
-                try:
-                    if isinstance(outcome, OmnifleetError):
-                        raise outcome
-                    await worker.client.commit(outcome, InFlight.KEEP, deadline_s=DEADLINE_S)
-                    done += 1
-                except OmnifleetError as error:
-                    assert error.reason in (
-                        Reason.CONFLICT,
-                        Reason.UNAVAILABLE,
-                        Reason.DEADLINE,
-                        Reason.REFIT_REJECTED,
-                    ), error
-                assert worker.whole()
-            return done
-
         for step in range(4):
-            await asyncio.gather(race(one, step), race(two, 10 + step))
+            await asyncio.gather(raced(one, workers, step), raced(two, workers, 10 + step))
             assert all(worker.whole() and not worker.fenced for worker in workers)
         for sender in (one, two):
             sender.courier.close()

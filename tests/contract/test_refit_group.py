@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2
-from omnifleet.wire.manifest import UNVERIFIED
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.snapshot import Shipment
+from tests.refit_damage import MANIFESTS, changed, damaged
 from tests.refit_model import tensors, write_checkpoint
 from tests.refit_world import DEADLINE_S, Receiving, Sender, receiving
 
@@ -121,8 +122,8 @@ async def refused(
 
     The first refusal breaks the round for all, so the others may only hear of that.
     """
-    changed = Shipment(manifest, shipment.version, shipment.buckets, shipment.bytes)
-    orders = {worker.id: Order(worker.client, changed) for worker in workers}
+    spoilt = replace(shipment, manifest=manifest)
+    orders = {worker.id: Order(worker.client, spoilt) for worker in workers}
     outcomes = await sender.courier._round(orders, [Leg(sender.buckets(shipment))], DEADLINE_S)
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, OmnifleetError)]
     assert len(errors) == len(workers) and all(worker.holds(-1) for worker in workers)
@@ -136,50 +137,8 @@ async def test_a_manifest_that_does_not_fit_the_engine_or_its_buckets_is_refused
     async with receiving(write_checkpoint(tmp_path / "c"), 3) as workers:
         sender = Sender()
         shipment = sender.pack(0)
-
-        def changed() -> refit_pb2.Manifest:
-            manifest = refit_pb2.Manifest()
-            manifest.CopyFrom(shipment.manifest)
-            return manifest
-
-        unknown = changed()
-        unknown.tensors[0].name = "stranger"
-        assert "stranger" in await refused(sender, workers, unknown, shipment)
-        missing = changed()
-        del missing.tensors[0]
-        assert "missing 1" in await refused(sender, workers, missing, shipment)
-        twice = changed()
-        twice.tensors.append(twice.tensors[0])
-        assert "twice" in await refused(sender, workers, twice, shipment)
-        dtype = changed()
-        dtype.tensors[0].dtype = "I32"
-        assert "I32" in await refused(sender, workers, dtype, shipment)
-        shape = changed()
-        shape.tensors[0].shape[0] += 1
-        assert shape.tensors[0].name in await refused(sender, workers, shape, shipment)
-        cut = changed()
-        cut.tensors[0].bytes -= 4
-        assert "do not fit" in await refused(sender, workers, cut, shipment)
-        over = changed()
-        over.tensors[1].offset = over.tensors[0].offset
-        over.tensors[1].bucket = over.tensors[0].bucket
-        assert "over another" in await refused(sender, workers, over, shipment)
-        reordered = changed()
-        reordered.buckets[0].index, reordered.buckets[1].index = 1, 0
-        assert "numbered" in await refused(sender, workers, reordered, shipment)
-        none = changed()
-        none.buckets[0].bytes = 4096
-        assert "does not hold" in await refused(sender, workers, none, shipment)
-        unverified = changed()
-        unverified.checksum_algorithm = UNVERIFIED
-        assert "without checksums" in await refused(sender, workers, unverified, shipment)
-        alone = changed()
-        alone.tensors[0].changed = False
-        assert "no parent" in await refused(sender, workers, alone, shipment)
-        sparse = changed()
-        sparse.tensors[0].encoding = "sparse-1"
-        sparse.parent.CopyFrom(sparse.version)
-        assert "builds on" in await refused(sender, workers, sparse, shipment)
+        for change, words in MANIFESTS.values():
+            assert words in await refused(sender, workers, changed(shipment.manifest, change), shipment)
         await sender.publish(workers, 1, whole=True)
         assert all(worker.holds(1) for worker in workers), "the next one heals"
         sender.courier.close()
@@ -195,21 +154,11 @@ async def test_NCL_10_bytes_that_are_not_the_manifests_are_refused_by_all_and_th
         sender = Sender()
         await sender.publish(workers, 0)
         shipment = sender.pack(1)
-        buckets = [bucket.clone() for bucket in sender.buckets(shipment)]
-        if fault == "flipped":
-            buckets[0][-4000] ^= 1
-        elif fault == "reordered":
-            rows = buckets[0].view(-1, 4096)
-            buckets[0] = rows[torch.arange(len(rows)).roll(1)].reshape(-1)
-        elif fault == "shifted":
-            buckets[0] = buckets[0].roll(4)
-        elif fault == "zeroed":
-            buckets[0] = torch.zeros_like(buckets[0])
-        elif fault == "truncated":
-            buckets[0] = buckets[0][:-4096]
-        else:
+        if fault == "of another version":
             other = Sender()
-            buckets = other.buckets(other.pack(7, whole=True))[-len(buckets) :]
+            buckets = other.buckets(other.pack(7, whole=True))[-len(shipment.buckets) :]
+        else:
+            buckets = damaged(sender.buckets(shipment), fault)
         outcomes = await sender.stage(workers, shipment, buckets)
         for worker in workers:
             outcome = outcomes[worker.id]
