@@ -9,22 +9,24 @@ from typing import Any
 
 import pytest
 
-from omnifleet.errors import OmnifleetError
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet_refit.windows import needs_of
 from omnifleet_trainer.refit.choice import Taker, choose
 from omnifleet_trainer.refit.courier import Leg, Order
 from omnifleet_trainer.refit.parts import Cut
 from tests import refit_model
-from tests.chaos.test_refit_faults import Hooked, kill, remotes, spawner, state
+from tests.chaos.test_refit_faults import Hooked, cleared, kill, remotes, spawner, state
 from tests.refit_model import MOVES, tensors, write_checkpoint
 from tests.refit_processes import deafen
-from tests.refit_world import CPU, DEADLINE_S, Remote, Sender
+from tests.refit_world import CPU, DEADLINE_S, Remote, Sender, receiving
 
 __all__ = ["spawner"]
 pytestmark = pytest.mark.timeout(240)
 HIDDEN = 64
 TWO = ((0, 2), (1, 2))
+SHORT_S = 1.0
+"""Deadline of a round that does not end."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +77,24 @@ async def test_a_death_that_no_group_tells_of_costs_the_others_a_round_and_a_new
         names.append(sender.courier._name)
         assert [await state(worker) for worker in left] == [(False, 3, True)] * 3
         assert len(set(names)) == 3 and names[2] == names[3], "kept while the members stay, never used twice"
+        sender.courier.close()
+
+
+async def test_a_group_that_receivers_left_when_their_time_was_up_is_not_used_again(tmp_path: Path) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 2) as workers:
+        sender = Sender()
+        await sender.publish(workers, 0)
+        shipment = sender.pack(1)
+        orders = {worker.id: Order(worker.client, shipment) for worker in workers}
+        buckets = sender.buckets(shipment)
+        late = await sender.courier._round(orders, [Leg(buckets[:-1])], SHORT_S)
+        reasons = {outcome.reason for outcome in late.values() if isinstance(outcome, OmnifleetError)}
+        assert len(late) == 2 and reasons <= {Reason.DEADLINE, Reason.UNAVAILABLE}
+        for worker in workers:
+            await cleared(worker)
+            assert worker.holds(0)
+        outcomes = await sender.courier._round(orders, [Leg(buckets)], DEADLINE_S)
+        assert outcomes == dict.fromkeys(orders, shipment.version.manifest_digest)
         sender.courier.close()
 
 

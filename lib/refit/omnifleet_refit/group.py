@@ -115,6 +115,8 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = SENDER, 0, True
         with self._failures(deadline):
+            if self._aborted:  # NCCL would connect anew, to nobody
+                raise RuntimeError("aborted")
             work = self._backend.broadcast([bucket], options)
             if self._stream is None:
                 self._see_through(work, deadline)

@@ -160,6 +160,8 @@ class Courier:
                 dropped = await self._break(orders, stages, names)
             results = await asyncio.gather(*stages.values(), return_exceptions=True)
             await asyncio.gather(*sending, return_exceptions=True)
+            if any(isinstance(result, OmnifleetError) and result.reason in _BROKEN for result in results):
+                self.close()  # who failed so has left the group, even if all of it was sent
         except asyncio.CancelledError:
             await asyncio.shield(self._break(orders, stages, names))
             raise
