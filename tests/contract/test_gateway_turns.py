@@ -173,6 +173,31 @@ async def test_a_changed_history_is_refused_with_its_cause_and_a_way_out(
         assert len(worker.requests) >= 4
 
 
+async def test_PLC_03_after_a_sampled_placeholder_nothing_follows_until_the_client_begins_anew(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """Its id would count as a second picture, and to leave it out would not be what was sampled: the client decides."""
+    image = 258
+    async with talking(tmp_path, checkpoint) as (_, http, worker):
+        worker.replies += [[AP, PLE, image], [APPLE, IM_END]]
+        messages = [user("what?", b"one")]
+        first = reply_of(await say(http, messages, return_token_ids=True))
+        assert first["content"] == "apple" and first["generation_token_ids"] == [AP, PLE, image]
+        messages += [{"role": "assistant", "content": "apple"}, user("sure?")]
+        refused = await say(http, messages)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["retryable"]) == (400, "invalid_request", False)
+        assert "placeholder that the model sampled" in error["message"] and "rerender" in error["knob"]
+        assert len(worker.requests) == 1
+
+        second = reply_of(await say(http, messages, on_history_change="rerender"))
+        anew = prompt(worker)
+        assert anew.count(image) == len(worker.requests[-1].media) == 1, "the picture's, and no other"
+        messages += [second, user("and?")]
+        reply_of(await say(http, messages))
+        assert prompt(worker)[: len(anew) + 2] == [*anew, APPLE, IM_END], "exact again from there on"
+
+
 async def test_TOK_03_ids_that_the_client_sends_are_the_prompt_or_an_error(
     tmp_path: Path, checkpoint: Path
 ) -> None:

@@ -11,7 +11,7 @@ from omnifleet.errors import invalid
 from omnifleet.types import Identity
 from omnifleet_rollout.gateway.parsing import ToolCall
 from omnifleet_rollout.gateway.parts import Plain, PutMedia, plain_messages, plain_reply
-from omnifleet_rollout.gateway.renderer import Renderer, RendererLoader
+from omnifleet_rollout.gateway.renderer import NoContinuation, Renderer, RendererLoader
 from omnifleet_rollout.gateway.sessions import Sessions
 from omnifleet_rollout.gateway.turns import History, Prefix, Turn, message_digest, next_head, token_array
 
@@ -20,7 +20,7 @@ from omnifleet_rollout.gateway.turns import History, Prefix, Turn, message_diges
 class ChatPrompt:
     """What a dialect asks to be rendered. required_prefix: expanded ids through the last assistant message, or empty.
 
-    rerender: a changed history begins anew instead of being refused.
+    rerender: a history that was changed, or ends in what nothing can follow, begins anew instead of being refused.
     """
 
     messages: Any
@@ -55,11 +55,15 @@ class Conversations:
         messages = await plain_messages(prompt.messages, who.run, self._put_media)
         history = History.of(messages)
         prefix = _required(prompt, messages, renderer) or self._known(prompt, messages, history, who)
-        if prefix is None:
-            rendered = renderer.render(messages, tools=prompt.tools, kwargs=prompt.template_kwargs)
-        else:
-            rendered = renderer.extend(prefix, messages, tools=prompt.tools, kwargs=prompt.template_kwargs)
-        return Conversation(who, rendered, history, prefix)
+        told: dict[str, Any] = {"tools": prompt.tools, "kwargs": prompt.template_kwargs}
+        if prefix is not None:
+            try:
+                rendered = renderer.extend(prefix, messages, **told)
+                return Conversation(who, rendered, history, prefix)
+            except NoContinuation:
+                if not (prompt.rerender and prefix.turn):
+                    raise
+        return Conversation(who, renderer.render(messages, **told), history, None)
 
     def keep(
         self, turn: Conversation, content: str, calls: Sequence[ToolCall], token_ids: Sequence[int]

@@ -30,6 +30,10 @@ _PLACEHOLDERS = {
 _REPLY = "omnifleet:reply:7d1f"  # stands for a reply while a template shows what comes after it
 
 
+class NoContinuation(OmnifleetError):
+    """A reply that nothing can follow token by token: its conversation can only be rendered anew, from its text."""
+
+
 @dataclass(frozen=True, slots=True)
 class Renderer:
     """One checkpoint's tokenizer. placeholders: kind -> id of its placeholder. eos: ids that end a reply."""
@@ -93,12 +97,15 @@ class Renderer:
     def extend(
         self, prefix: Prefix, messages: Sequence[Plain], *, tools: Any = None, kwargs: Mapping[str, Any]
     ) -> Rendered:
-        """Like `render`, but messages[:prefix.end] are exactly `prefix.token_ids`; only what follows is tokenised."""
+        """Like `render`, but messages[:prefix.end] are exactly `prefix.token_ids`; only what follows is tokenised.
+
+        Raises NoContinuation if the template, or a placeholder that the model sampled at the end, does not let it.
+        """
         bodies = [message.body for message in messages]
         bodies[prefix.end - 1] = {"role": "assistant", "content": _REPLY}
         _, found, text = self._apply(bodies, tools, kwargs).partition(_REPLY)
         if not found or _REPLY in text:
-            raise OmnifleetError(
+            raise NoContinuation(
                 Reason.UNSUPPORTED,
                 "the chat template does not show a reply once, as it is; this conversation "
                 "can only be rendered anew",
@@ -106,9 +113,11 @@ class Renderer:
             )
         last = prefix.token_ids[-1]
         if last in self.placeholders.values():
-            raise invalid(
-                "the last reply ended in a media placeholder that the model sampled; nothing can follow it",
-                knob="rollout.engine.media_tokens: ban",
+            raise NoContinuation(
+                Reason.INVALID_REQUEST,
+                "the last reply ended in a media placeholder that the model sampled: it cannot be fed back without a "
+                "picture, so nothing can follow it",
+                knob="on_history_change: rerender, or rollout.engine.media_tokens: ban",
             )
         if last in self.eos | self.special:
             text = text.removeprefix(self.token_text(last))  # the reply ended itself, as the template would
