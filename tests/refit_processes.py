@@ -65,11 +65,11 @@ def deafen(patch: Callable[[object, str, object], None] = setattr) -> None:
     patch(group_module, "_backend", lambda *told: Deaf(make(*told)))
 
 
-def settle(deaf: bool, hidden: int) -> None:
+def settle(deaf: bool, hidden: int, patch: Callable[[object, str, object], None] = setattr) -> None:
     """How the groups of this process behave from now on, and how wide its model is."""
-    refit_model.HIDDEN = hidden
+    patch(refit_model, "HIDDEN", hidden)
     if deaf:
-        deafen()
+        deafen(patch)
 
 
 def own(device: str) -> torch.device:
@@ -112,6 +112,7 @@ def run_receiver(
             pipe.send(worker.address)
             while message := await asyncio.to_thread(pipe.recv):
                 if message == "stop at commit":
+                    gone_on.clear()
                     worker.engine.at_commit = stop
                 elif message == "stop at join":
                     collective_module.join = stay_out

@@ -231,7 +231,8 @@ class Sender:
     def pack(self, step: int, *, whole: bool = False) -> Shipment:
         """Make the version of a step, on top of the last one or whole."""
         on_top = self.version is not None and not whole
-        self.snapshot.pack(tensors(step).items(), MOVES)
+        placed = {name: tensor.to(self.snapshot.device) for name, tensor in tensors(step).items()}
+        self.snapshot.pack(placed.items(), MOVES)
         version = WeightVersion("r", self.lineage, step)
         return self.snapshot.shipment(
             version, self.version if on_top else None, self.digests if on_top else None, True

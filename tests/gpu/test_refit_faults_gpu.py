@@ -91,10 +91,11 @@ class Place:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def place(spawner: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place]:
     """The second GPU, and nobody there yet."""
-    settle(**SETTINGS)
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("refit") / "c")
-    print("\n| fault | free after, s | outcome |\n|---|---|---|")
     async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        settle(**SETTINGS, patch=patch.setattr)
+        checkpoint = write_checkpoint(tmp_path_factory.mktemp("refit") / "c")
+        print("\n| fault | free after, s | outcome |\n|---|---|---|")
         yield Place(spawner, checkpoint, stack)
 
 
@@ -142,7 +143,7 @@ async def test_NCL_10_bytes_that_are_not_the_manifests_are_refused_and_the_old_v
         buckets, began = damaged(sender.buckets(shipment), fault), time.monotonic()
         outcome = await once(sender, worker, shipment, buckets, STUCK_S)
         await cleared(worker, NOBODYS)
-        report(f"bucket {fault}", time.monotonic() - began, outcome)
+        report(f"buckets {fault}", time.monotonic() - began, outcome)
         assert isinstance(outcome, OmnifleetError)
         if fault in (
             "truncated",
