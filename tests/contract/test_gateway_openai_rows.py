@@ -132,27 +132,51 @@ async def test_RPC_03_hanging_up_and_deadlines_reach_the_worker_in_every_dialect
     async with served(tmp_path, checkpoint) as (here, client, worker):
         worker.go = asyncio.Semaphore(0)
         chat: Any = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+        session: Any = {"x-omnifleet-session": "gone"}
+
+        def kept() -> int:
+            return len(here.gateway.conversations._sessions.memory("default", "gone").turns)
+
         calls: list[Any] = [
-            lambda: client.chat.completions.create(**chat),
-            lambda: client.chat.completions.create(**chat, stream=True),
-            lambda: client.completions.create(model="policy", prompt=["a", "b"]),
-            lambda: client.responses.create(model="policy", input="x"),
+            lambda: client.chat.completions.create(**chat, extra_headers=session),
+            lambda: client.chat.completions.create(**chat, stream=True, extra_headers=session),
+            lambda: client.completions.create(model="policy", prompt=["a", "b"], extra_headers=session),
+            lambda: client.responses.create(model="policy", input="x", extra_headers=session),
         ]
         for call in calls:
             task = asyncio.create_task(call())
             await until(lambda: worker.running > 0)
+            worker.go.release()  # it has a token when its reader goes
+            await until(lambda: worker.go.locked())
             task.cancel()
             outcome: Any = (await asyncio.gather(task, return_exceptions=True))[0]
             if isinstance(outcome, openai.AsyncStream):  # it had begun: leave it
                 await outcome.close()
             await until(lambda: worker.running == 0 and here.gateway.dispatcher.requests == 0)
-        late = {"x-omnifleet-timeout-s": "0.5"}
+        late = {**session, "x-omnifleet-timeout-s": "0.5"}
         with pytest.raises(openai.APIStatusError) as caught:
             await client.chat.completions.create(**chat, extra_headers=late)
         assert caught.value.status_code == 504
         await until(lambda: worker.running == 0)
+        assert kept() == 0, "no reply was whole, so no turn is remembered"
         with pytest.raises(openai.BadRequestError, match="timeout"):
             await client.chat.completions.create(**chat, extra_headers={"x-omnifleet-timeout-s": "soon"})
+        worker.go = asyncio.Semaphore(1 << 30)
+        await client.chat.completions.create(**chat, extra_headers=session)
+        assert kept() == 1, "a whole one is"
+
+
+async def test_a_priority_reaches_the_worker_in_every_dialect(tmp_path: Path, checkpoint: Path) -> None:
+    async with served(tmp_path, checkpoint) as (_, client, worker):
+        body: Any = {"priority": 3, "max_tokens": 1}
+        chat: Any = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+        await client.chat.completions.create(**chat, extra_body={"max_tokens": 1})
+        await client.chat.completions.create(**chat, extra_body=body)
+        await client.completions.create(model="policy", prompt="hi", extra_body=body)
+        await client.responses.create(
+            model="policy", input="hi", extra_body={"priority": 3, "max_output_tokens": 1}
+        )
+        assert [request.priority for request in worker.requests] == [0, 3, 3, 3]
 
 
 async def test_RPC_08_a_clients_mistakes_are_its_own_by_http_and_grpc(
