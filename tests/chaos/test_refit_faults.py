@@ -29,9 +29,12 @@ STUCK_S = 4.0
 
 @pytest.fixture(scope="module")
 def spawner() -> Any:
-    """Children that are forked from a server which has imported torch, so that each starts at once."""
+    """Children that are forked from a server which has imported torch, so that each starts at once.
+
+    A plan's recording imports sympy, which takes its time too.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.refit_processes"])
+    context.set_forkserver_preload(["tests.refit_processes", "sympy"])
     return context
 
 
