@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet_rollout.refit.background import Background
+from omnifleet_rollout.refit.background import Background, short_turns
 from omnifleet_rollout.refit.door import Door, Tell, ask_for_tensors, knock
 
 
@@ -101,3 +101,13 @@ async def test_the_thread_that_stages_answers_itself_in_short_turns() -> None:
             thread.join(5)
     assert turns and turns[0] < usual
     assert sys.getswitchinterval() == usual
+
+
+def test_turns_are_the_usual_ones_again_when_the_last_has_left() -> None:
+    usual, first = sys.getswitchinterval(), short_turns()
+    with short_turns():
+        first.__enter__()
+        assert sys.getswitchinterval() < usual
+    assert sys.getswitchinterval() < usual, "the other is still inside"
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(usual)

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 _TURN_S = 0.00005
+_lock, _inside, _usual = threading.Lock(), 0, 0.0
+
+
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
+    """Inside, Python's threads take short turns; the usual ones come back when the last of all threads has left."""
+    global _inside, _usual  # the interval is the process's
+    with _lock:
+        if not _inside:
+            _usual = sys.getswitchinterval()
+            sys.setswitchinterval(_TURN_S)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                sys.setswitchinterval(_usual)
 
 
 class Background(Generic[Result]):
@@ -51,14 +71,10 @@ class Background(Generic[Result]):
     def _run(self) -> None:
         # The engine's thread is busy with Python between its kernels: at the usual 5 ms a turn, each of our calls waits so
         # long, and so does the answer.
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(_TURN_S)
-        try:
-            self._result = self._work()
-        except Exception as error:  # noqa: BLE001  handed to whoever asks for the result
-            self._error = error
-        try:
+        with short_turns():
+            try:
+                self._result = self._work()
+            except Exception as error:  # noqa: BLE001  handed to whoever asks for the result
+                self._error = error
             self._over.set()
             self._done(self._error or self._result)  # type: ignore[arg-type]
-        finally:
-            sys.setswitchinterval(before)
