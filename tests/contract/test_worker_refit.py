@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from omnifleet.wire.errors import remote_errors
 from omnifleet.wire.manifest import bucket_checksum, manifest_digest
 from omnifleet.wire.server import serving
 from omnifleet_rollout.engine.fake import FakeEngine, fake_table
+from omnifleet_rollout.engine.port import EngineDelta, EngineRequest
 from omnifleet_rollout.worker.command import Worker
 
 WHO = Identity(run="test")
@@ -203,6 +204,40 @@ async def test_a_refit_during_a_reply_gives_two_spans(shm: Path, policy: int) ->
     assert (first.version, second.version.number) == (old, 1)
     assert first.start == 0 and first.end == second.start and second.end == 60
     assert worker.counters.count("span_mismatches") == 0
+
+
+@pytest.mark.parametrize("policy", [refit_pb2.KEEP, refit_pb2.RECOMPUTE])
+async def test_no_request_shares_kv_with_those_of_other_weights(shm: Path, policy: int) -> None:
+    """The salt of each engine request. One that goes on keeps its own, which no later one has."""
+
+    class Noting(FakeEngine):
+        def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+            salts.append(request.salt)
+            return super().generate(request)
+
+    salts: list[str] = []
+    async with running(Noting(token_s=0.005)) as (worker, client, sender):
+        old = worker.standing.version
+
+        async def ask() -> None:
+            await client.generate(
+                prompt_token_ids=PROMPT, sampling=Sampling(max_tokens=2), identity=WHO, deadline_s=10
+            )
+
+        await ask()
+        await ask()
+        digest = await sender.stage(write_transfer(shm, 1), shm)
+        commit = None
+        async for event in client.stream(
+            prompt_token_ids=PROMPT, sampling=Sampling(max_tokens=60), identity=WHO, deadline_s=30
+        ):
+            if isinstance(event, Tokens) and commit is None:
+                commit = asyncio.create_task(sender.commit(digest, policy))
+        assert commit is not None
+        await commit
+        new = worker.standing.version
+        await ask()
+    assert salts == [str(old)] * 3 + [str(new)] and str(old) != str(new)
 
 
 async def test_an_exact_reply_is_finished_before_the_gate(shm: Path) -> None:
