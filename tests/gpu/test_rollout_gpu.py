@@ -1,4 +1,6 @@
-"""The worker's contract on a GPU, where vLLM 0.25.1 has no weight labels and sends pixels each time: the same checks.
+"""A worker asked directly on a GPU, where vLLM 0.25.1 has no weight labels and sends pixels each time.
+
+Part of what `tests/integration/test_worker_vllm.py` checks on a CPU. With a gateway before it: `test_openai_gpu.py`.
 
 Run: python -m pytest tests/gpu/test_rollout_gpu.py -m gpu -s    (one GPU; about four minutes, most of them one engine's start)
 

@@ -5,7 +5,7 @@
 | 0.25.1  | no            | no             | yes, MoE on GPU | no            |
 | 0.32.0  | yes           | yes            | yes, MoE on GPU | yes, on GPU   |
 
-Releases between these two are told by the same look. Outside of them nothing was checked, and nothing is tried.
+Releases between these two are told by the same look; none of them was ever run. Outside of them nothing is tried.
 """
 
 from __future__ import annotations
