@@ -1,10 +1,10 @@
 """What a policy's step costs: media encoded once or for every reference, packed or padded, one backend or the other.
 
 `python bench/policy/unique_media.py` (minutes, one core); `--device cuda` (one GPU, a random model of 2 B; `--dtype bfloat16`).
-`--only`, `--groups` and `--backend` pick. Both sides of a ratio run in one process. `naive` gives every reference a key of
-its own, so that its medium is encoded for it alone; all else is the same code. Memory: on a GPU the peak of allocated bytes
-above what was held; on a CPU the bytes that autograd keeps for the backward pass. Export: bytes of tensors made whole, a
-second; no wire.
+`--only`, `--groups` and `--backend` pick; `--side N` makes pictures of N x N patches, `--recompute` makes room for them. Both
+sides of a ratio run in one process. `naive` gives every reference a key of its own, so that its medium is encoded for it alone;
+all else is the same code. Memory: on a GPU the peak of allocated bytes above what was held; on a CPU the bytes that autograd
+keeps for the backward pass. Export: bytes of tensors made whole, a second; no wire.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def write_model(folder: Path, size: dict[str, Any], device: str) -> None:
     """A random Qwen2.5-VL. On a CPU its tower costs as much for a feature as its decoder for a token; on a GPU, where it has the
-    published tower and the decoder of a 2 B model, twice as much."""
+    widths of the published tower and the decoder of a 2 B model, twice as much. All layers of the tower see the whole picture;
+    in the published one all but 4 of 32 see windows."""
     from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
     write_checkpoint(folder, hidden=128, layers=1, family="qwen2_5_vl")
@@ -113,6 +114,31 @@ def pictures(folder: Path, *, group: int, side: int, naive: bool) -> StepBatch:
     return StepBatch(samples, 0, segments)
 
 
+def most(folder: Path, side: int, group: int, *, frozen: bool, recompute: bool) -> float:
+    """By how much a step can get faster when `group` samples share a picture, if every FLOP takes the same time.
+
+    A sample takes T forward in the tower and D in the decoder, twice that backward, and once more
+    where layers recompute; a frozen tower has no backward pass.
+    Weights count twice a token (or patch), attention 4 n^2 d a layer, half of that where it is causal.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    patches, tokens = side * side, side * side // 4 + 66
+    width, merged = vision["hidden_size"], 4 * vision["hidden_size"]
+    layer = 4 * width**2 + 3 * width * vision["intermediate_size"]
+    weights = vision["depth"] * layer + 6 * vision["patch_size"] ** 2 * width
+    weights += (merged**2 + merged * text["hidden_size"]) / 4  # a feature is four patches
+    tower = 2 * weights * patches + 4 * patches**2 * width * vision["depth"]
+    width = text["hidden_size"]
+    shared = text["num_key_value_heads"] / text["num_attention_heads"]
+    layer = (2 + 2 * shared) * width**2 + 3 * width * text["intermediate_size"]
+    weights = text["num_hidden_layers"] * layer + width * text["vocab_size"]
+    decoder = 2 * weights * tokens + 2 * tokens**2 * width * text["num_hidden_layers"]
+    passes = 4 if recompute else 3
+    tower, decoder = tower * (1 if frozen else passes), decoder * passes
+    return float((tower + decoder) / (tower / group + decoder))
+
+
 def texts(scale: float) -> StepBatch:
     """Prompts and replies of log-normal lengths."""
     random = np.random.default_rng(0)
@@ -154,6 +180,7 @@ def opened(
         micro_batch_tokens=SIZES[args.device]["budget"],
         peak_tflops=args.peak_tflops,
         dtype=args.dtype,
+        recompute=args.recompute,
         threads=1 if args.device == "cpu" else None,  # two that spin beside other work say nothing
         **changes,
     )
@@ -200,11 +227,13 @@ def memory(policy: Any, batch: StepBatch, args: argparse.Namespace) -> float:
 
 
 def media_rows(folder: Path, args: argparse.Namespace) -> None:
-    side = SIZES[args.device]["side"]
-    print(f"\n{SAMPLES} samples, {side * side // 4} features a picture, {args.backend}; s and MiB a step")
+    side = args.side or SIZES[args.device]["side"]
+    kept = "layers recomputed" if args.recompute else "nothing recomputed"
     print(
-        f"{'tower':>14} {'G':>3} {'naive s':>9} {'unique s':>9} {'x':>6} {'naive MiB':>10} {'unique MiB':>11} {'share':>6}"
+        f"\n{SAMPLES} samples, {side * side // 4} features a picture, {args.backend}, {kept}; s and MiB a step"
     )
+    line = f"{'tower':>14} {'G':>3} {'naive s':>9} {'unique s':>9} {'x':>6} {'at most':>8}"
+    print(line + f" {'naive MiB':>10} {'unique MiB':>11} {'share':>6}")
     for tower in ("trains", "frozen", "frozen, cached"):
         freeze = () if tower == "trains" else ("visual.*",)
         cache = (4 << 30) if tower == "frozen, cached" else 0
@@ -218,6 +247,8 @@ def media_rows(folder: Path, args: argparse.Namespace) -> None:
                     policy, pictures(folder, group=group, side=side, naive=False), args
                 )
                 line = f"{tower:>14} {group:>3} {slow:>9.3f} {quick:>9.3f} {slow / quick:>6.2f}"
+                bound = most(folder, side, group, frozen=bool(freeze), recompute=args.recompute)
+                line += f" {'':>8}" if cache else f" {bound:>8.2f}"
                 line += f" {wide:>10.0f} {slim:>11.0f} {slim / wide:>6.2f}"
                 print(line + (f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""), flush=True)
 
@@ -265,8 +296,12 @@ def main() -> None:
     parser.add_argument(
         "--groups", type=int, nargs="+", default=(1, 4, 16), help="samples that share a picture"
     )
+    parser.add_argument("--side", type=int, default=None, help="patches of a picture's side, even")
+    parser.add_argument("--recompute", action="store_true", help="layers compute again in the backward pass")
     parser.add_argument("--only", choices=("media", "packing", "export"), action="append")
     args = parser.parse_args()
+    if args.side is not None and (args.side < 2 or args.side % 2):
+        parser.error("--side must be an even number of patches")
     if args.device == "cuda":
         torch.set_float32_matmul_precision("high")
     with tempfile.TemporaryDirectory() as scratch:
