@@ -148,11 +148,13 @@ class OmnifleetExtension:
         initialize_layerwise_reload(model)
         model.load_weights(self._omni.everything())  # type: ignore[operator]
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        unreached = seams.unreached_layers(model, tied=tied)
+        unreached = [
+            layer for layer in seams.unreached_layers(model, tied=tied) if layer not in direct.values()
+        ]
         finalize_layerwise_reload(model, self.model_config)
         if direct:
-            model.load_weights((n, t) for n, t in self._omni.everything() if n in set(direct))  # type: ignore[operator]
-        elif unreached:
+            model.load_weights((n, t) for n, t in self._omni.everything() if n in direct)  # type: ignore[operator]
+        if unreached:
             raise OmnifleetError(
                 Reason.ENGINE_ERROR, f"the loader of this model did not reach {', '.join(unreached[:5])}"
             )

@@ -37,8 +37,15 @@ every refit, also where the vision tower is frozen."""
 
 BYPASSED = {
     # load_weights of these models calls default_weight_loader directly, which the layerwise reload does not see.
-    "NemotronH_Nano_VL_V2": ("mlp1.", "vision_projector.vision_final_layernorm."),
+    "NemotronH_Nano_VL_V2": {
+        "mlp1.": "mlp1.",
+        "vision_projector.vision_final_layernorm.": "vision_final_layernorm.",
+    },
 }
+"""Model -> what such checkpoint names begin with -> what their layers begin with."""
+
+UNLOADED = {"NemotronH_Nano_VL_V2": frozenset({"ls1", "ls2"})}
+"""Model -> parameters that its loader never writes: the scales of RADIO's layers stay 1, whatever a checkpoint says."""
 
 
 def check_front(engine: Any, *, media: bool) -> None:
@@ -150,16 +157,16 @@ def keep_generators(runner: Any) -> None:
 def unreached_layers(model: torch.nn.Module, *, tied: bool) -> list[str]:
     """Between load and finalize: layers with weights of their own that no tensor reached; they would keep the old ones.
 
-    Left out: attention (vLLM finalizes it on its own) and, with tied embeddings, the head.
+    Left out: attention (vLLM finalizes it on its own), with tied embeddings the head, and layers of UNLOADED alone.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    names = []
+    names, constant = [], UNLOADED.get(type(model).__name__, frozenset())
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         waiting = info.can_load() and info.load_numel <= 0 and (info.load_numel_total or 0) > 0
-        own = any(True for _ in layer.parameters(recurse=False))
+        own = {own for own, _ in layer.named_parameters(recurse=False)} - constant
         if waiting and own and not (tied and isinstance(layer, ParallelLMHead)):
             names.append(name)
     return names
@@ -181,10 +188,15 @@ def repack_tied_heads(model: torch.nn.Module) -> int:
     return packed
 
 
-def bypassed(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
-    """Checkpoint names that the layerwise reload of this model misses; load them again, directly."""
-    prefixes = BYPASSED.get(type(model).__name__, ())
-    return [name for name in names if name.startswith(prefixes)] if prefixes else []
+def bypassed(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Checkpoint names that the layerwise reload of this model misses, and their layers; load them again, directly."""
+    prefixes = BYPASSED.get(type(model).__name__, {})
+    return {
+        name: (layer + name.removeprefix(prefix)).rpartition(".")[0]
+        for name in names
+        for prefix, layer in prefixes.items()
+        if name.startswith(prefix)
+    }
 
 
 def _need(owner: Any, name: str) -> None:
