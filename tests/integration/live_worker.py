@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ from omnifleet.wire.manifest import bucket_checksum
 
 WHO = Identity(run="test")
 TOLERANCE = 1e-3
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
     "max_num_seqs": 8,
@@ -64,14 +65,22 @@ def random_weights(table: Mapping[str, Any], seed: int, scale: float = 1.0) -> d
     }
 
 
-def make_checkpoint(out: Path, *, tied: bool, scale: float = 1.0) -> dict[str, Any]:
-    """A tiny Qwen2-VL with wide random weights; returns them."""
+def make_checkpoint(
+    out: Path, *, tied: bool, scale: float = 1.0, vocabulary: int | None = None
+) -> dict[str, Any]:
+    """A tiny Qwen2-VL with wide random weights; returns them. vocabulary: tokens it has, if not all of its tokenizer's."""
     from safetensors.torch import load_file, save_file
 
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 
     write_checkpoint(out, seed=0, tie_embeddings=tied)
-    weights = random_weights(load_file(out / "model.safetensors"), seed=1, scale=scale)
+    table = load_file(out / "model.safetensors")
+    if vocabulary is not None:
+        cut = {n: t[:vocabulary].clone() for n, t in table.items() if "embed_tokens" in n or "lm_head" in n}
+        table |= cut
+        config = (out / "config.json").read_text()
+        (out / "config.json").write_text(re.sub(r'("vocab_size": )\d+', rf"\g<1>{vocabulary}", config))
+    weights = random_weights(table, seed=1, scale=scale)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return weights
 
@@ -342,14 +351,15 @@ def start_live(
     scale: float = 1.0,
     patience_s: float = 400.0,
     sleep_level: int | None = None,
+    vocabulary: int | None = None,
     **engine: Any,
 ) -> Live:
     """A media service and a worker. engine: settings beside ENGINE. patience_s: how long each may take to come up.
 
-    sleep_level: the deepest sleep that is asked of the engine.
+    sleep_level: the deepest sleep that is asked of the engine. vocabulary: see `make_checkpoint`.
     """
     model = folder / "model"
-    live = Live(folder / "run", model, make_checkpoint(model, tied=tied, scale=scale))
+    live = Live(folder / "run", model, make_checkpoint(model, tied=tied, scale=scale, vocabulary=vocabulary))
     live.patience_s = patience_s
     live.run_dir.mkdir()
     rollout = {"engine": {**ENGINE, **engine}, "sleep_level": sleep_level}

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,17 +21,22 @@ from tests.integration.live_worker import (
     TOLERANCE,
     WHO,
     Live,
+    Scorer,
     damage,
     random_weights,
     start_live,
 )
+
+VOCABULARY = 380
+"""vLLM pads it to 384 rows, of which the checkpoint and the trainer know nothing."""
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    live = start_live(tmp_path_factory.mktemp("untied"), tied=False, sleep_level=1)
+    folder = tmp_path_factory.mktemp("untied")
+    live = start_live(folder, tied=False, sleep_level=1, vocabulary=VOCABULARY)
     yield live
     live.close()
     assert [process.returncode for process in live.processes] == [0, 0]
@@ -178,12 +184,13 @@ async def test_STL_01_a_repeated_picture_equals_a_fresh_model_after_its_tower_ch
 async def test_STL_04_a_refit_keeps_what_depends_on_content_only(live: Live, shm: Path) -> None:
     """Pixels stay in the engine; the encoder runs again only if it changed; the media service is not asked to decode."""
     async with live.clients() as on:
-        pictures = [await on.picture(colour, (56, 56)) for colour in ("red", "green", "navy", "white")]
+        pictures = [await on.picture(f"#{shade:02x}4060", (56, 56)) for shade in range(100)]
 
         async def ask() -> tuple[float, float]:
             before = await on.counter("pictures_sent"), await on.counter("encoder_items")
-            for picture in pictures:
-                await on.generate([picture], max_tokens=2, ignore_eos=True)
+            for first in range(0, len(pictures), ENGINE["max_num_seqs"]):
+                some = pictures[first : first + ENGINE["max_num_seqs"]]
+                await asyncio.gather(*(on.generate([one], max_tokens=1, ignore_eos=True) for one in some))
             after = await on.counter("pictures_sent"), await on.counter("encoder_items")
             return after[0] - before[0], after[1] - before[1]
 
@@ -199,6 +206,19 @@ async def test_STL_04_a_refit_keeps_what_depends_on_content_only(live: Live, shm
             n: v for n, v in decoded.items() if "decode" in n
         }
         await on.check_against_hf([pictures[0]])
+
+
+async def test_NCL_05_rows_that_pad_the_vocabulary_are_never_sampled(live: Live, shm: Path) -> None:
+    """Every token there is gets a bias of -100; a row of zeros would have a logit of 0 and win, also after a refit."""
+    async with live.clients() as on:
+        assert live.weights["lm_head.weight"].shape[0] == VOCABULARY
+        every = tuple(range(VOCABULARY))
+        for seed in (71, 72):
+            reply = await on.generate(n=8, max_tokens=4, seed=seed, banned_token_ids=every, ignore_eos=True)
+            drawn = [token for sample in reply.samples.values() for token in sample.token_ids]
+            assert len(drawn) >= 8 and max(drawn) < VOCABULARY
+            await on.refit_to(random_weights(live.weights, seed), shm)
+            await on.check_against_hf()
 
 
 async def test_a_refit_equals_a_fresh_model_on_the_new_weights(live: Live, shm: Path) -> None:
@@ -227,6 +247,39 @@ def endless(live: Live, tokens: int) -> Sampling:
     return Sampling(max_tokens=tokens, ignore_eos=True, banned_token_ids=banned)
 
 
+async def test_a_prefix_cached_under_old_weights_is_not_reused_after_a_refit_that_keeps_kv(
+    live: Live, shm: Path
+) -> None:
+    """Long enough for whole KV blocks to be shared: the version in their salt is what keeps them apart."""
+    prompt = [50 + 7 * i % 140 for i in range(100)]
+    assert len(prompt) > 3 * ENGINE["block_size"]
+    async with live.clients() as on:
+
+        async def ask() -> Sample:
+            reply = await on.rollout.generate(
+                prompt_token_ids=prompt,
+                sampling=Sampling(max_tokens=12, seed=5, ignore_eos=True),
+                identity=WHO,
+                deadline_s=60,
+            )
+            return reply.samples[0]
+
+        def check(sample: Sample) -> None:
+            scorer = Scorer(live.model, live.model.parent)
+            scorer.load(live.weights)
+            expected = scorer.logprobs(prompt, sample.token_ids)
+            assert np.abs(np.array(expected) - np.array(sample.logprobs)).max() < TOLERANCE
+
+        old = [await ask() for _ in range(2)]
+        assert [sample.cached_prompt_tokens > 0 for sample in old] == [False, True]
+        check(old[1])
+        await on.refit_to(random_weights(live.weights, 61), shm, refit_pb2.KEEP)
+        new = [await ask() for _ in range(2)]
+        assert [sample.cached_prompt_tokens > 0 for sample in new] == [False, True]
+        for sample in new:
+            check(sample)
+
+
 @pytest.mark.parametrize("policy", [refit_pb2.KEEP, refit_pb2.RECOMPUTE])
 async def test_a_refit_during_a_reply_moves_its_version(live: Live, shm: Path, policy: int) -> None:
     async with live.clients() as on:
@@ -252,6 +305,55 @@ async def test_a_refit_during_a_reply_moves_its_version(live: Live, shm: Path, p
         assert (first.start, first.end, second.end) == (0, second.start, done.tokens)
         assert await on.counter("span_mismatches") == 0
         await on.check_against_hf([await on.picture("red")])
+
+
+async def test_a_drain_lets_a_reply_end_before_the_weights_change(live: Live, shm: Path) -> None:
+    async with live.clients() as on:
+        digest = await on.stage(on.manifest(weights := random_weights(live.weights, 8), shm), shm)
+        done, commit = None, None
+        async for event in on.rollout.stream(
+            prompt_token_ids=on.prompt(), sampling=endless(live, 200), identity=WHO, deadline_s=60
+        ):
+            if isinstance(event, Tokens) and commit is None:
+                commit = asyncio.create_task(on.commit(digest, refit_pb2.DRAIN_FIRST))
+            if isinstance(event, Done):
+                done = event
+        assert commit is not None and (reply := await commit).in_flight == 0
+        live.weights = weights
+        assert done is not None and done.tokens == 200
+        [span] = done.spans
+        assert span.version != version_from_wire(reply.version)
+        await on.check_against_hf()
+
+
+@pytest.mark.parametrize("end", ["hung up", "deadline"])
+async def test_RPC_03_a_caller_that_goes_leaves_nothing_running_in_the_engine(live: Live, end: str) -> None:
+    many = replace(endless(live, 900), n=4)
+    async with live.clients() as on:
+        if end == "hung up":
+            asked = rollout_pb2.GenerateRequest(
+                tokens=rollout_pb2.TokenPrompt(token_ids=on.prompt()), sampling=sampling_to_wire(many)
+            )
+            call = on.raw.Generate(asked, timeout=60)
+            while (await call.read()).WhichOneof("event") != "chunk":
+                pass
+            call.cancel()
+        else:
+            with pytest.raises(OmnifleetError) as late:
+                await on.rollout.generate(
+                    prompt_token_ids=on.prompt(), sampling=many, identity=WHO, deadline_s=1
+                )
+            assert late.value.reason is Reason.DEADLINE
+        for _ in range(20):  # a few engine steps each; replies that went on would take hundreds
+            await on.generate(n=ENGINE["max_num_seqs"], max_tokens=3, ignore_eos=True)
+            if not await on.counter("requests_running"):
+                break
+        else:
+            pytest.fail("the engine still runs what nobody waits for")
+        made = await on.counter("tokens_generated")
+        reply = await on.generate(n=ENGINE["max_num_seqs"], max_tokens=3, ignore_eos=True)
+        fresh = sum(len(sample.token_ids) for sample in reply.samples.values())
+        assert await on.counter("tokens_generated") == made + fresh
 
 
 async def test_a_reply_goes_on_with_new_weights_after_its_engine_slept(live: Live, shm: Path) -> None:
