@@ -34,6 +34,9 @@ from tests.integration.live_worker import (
     random_weights,
     start_live,
 )
+from tests.integration.test_worker_vllm import (  # noqa: F401
+    test_RPC_03_a_caller_that_goes_leaves_nothing_running_in_the_engine,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -147,6 +150,29 @@ async def test_a_refit_during_a_reply_moves_its_version(live: Live, shm: Path, p
         assert second.version == version_from_wire(reply.version) != first.version
         assert (first.start, first.end, second.end) == (0, second.start, done.tokens)
         await check(on, [picture])
+
+
+async def test_a_prefix_cached_under_old_weights_is_not_reused_after_a_refit_that_keeps_kv(
+    live: Live, shm: Path
+) -> None:
+    prompt = [50 + 7 * i % 140 for i in range(100)]
+    async with live.clients() as on:
+
+        async def ask() -> bool:
+            """Whether KV of the prompt was there already; its logprobs are those of the weights of now."""
+            reply = await on.rollout.generate(
+                prompt_token_ids=prompt,
+                sampling=Sampling(max_tokens=12, seed=5, ignore_eos=True),
+                identity=WHO,
+                deadline_s=60,
+            )
+            sample = reply.samples[0]
+            assert (await differences(on, sample, prompt, [])).max() < HALF
+            return sample.cached_prompt_tokens > 0
+
+        assert [await ask(), await ask()] == [False, True]
+        await on.refit_to(fresh(live, 50), shm, refit_pb2.KEEP)
+        assert [await ask(), await ask()] == [False, True]
 
 
 async def test_under_refits_every_token_is_of_the_weights_that_its_span_names(live: Live, shm: Path) -> None:
