@@ -113,6 +113,12 @@ def test_prompt_and_features_must_agree() -> None:
         collate(batch, [0], micro_batch_tokens=64, contract=CONTRACT)
 
 
+def test_an_image_token_in_the_text_of_a_sample_without_media_is_refused_and_named() -> None:
+    batch = StepBatch([sample("fine", [1, 2], [3]), sample("literal", [1, IMAGE, 2], [3])], 0)
+    with pytest.raises(OmnifleetError, match="sample literal: 1 image tokens in the prompt for 0 features"):
+        collate(batch, [0, 1], micro_batch_tokens=64, contract=CONTRACT)
+
+
 def test_a_sample_longer_than_a_micro_batch_names_the_knob() -> None:
     with pytest.raises(OmnifleetError) as caught:
         collate(StepBatch([sample("s", [1] * 9, [2])], 0), [0], micro_batch_tokens=8, contract=None)

@@ -11,7 +11,7 @@ import pytest
 from omnifleet.client.reward import ItemScore
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Generation, Identity, VersionSpan, WeightVersion
-from tests.unit.loop_world import rows, world
+from tests.unit.loop_world import IMAGE, FakeTemplate, Row, rows, world
 
 
 async def test_an_infrastructure_failure_is_never_a_reward_and_never_counts_against_a_prompt(
@@ -82,6 +82,27 @@ async def test_a_sample_of_another_prompt_is_refused_and_counted(tmp_path: Path)
         await w.controller.run()
         assert w.counters.count("refused_prompt_hash") == 2
         assert "p1" not in {name for names in w.trained_prompts() for name in names}
+
+
+async def test_a_picture_s_token_in_the_text_of_a_row_without_pictures_is_refused_counted_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer reads the token's name in a text as the token. The reference masks such a place; here the row does not train."""
+    plain = FakeTemplate.render
+
+    def reading(self: FakeTemplate, text: str, pictures: int) -> list[int]:
+        before, *rest = text.split("<|image_pad|>")
+        return plain(self, before, pictures) + [i for part in rest for i in (IMAGE, *plain(self, part, 0))]
+
+    monkeypatch.setattr(FakeTemplate, "render", reading)
+    data = [*rows(5), Row("literal", "what does <|image_pad|> mean?", (), "a token")]
+    with world(tmp_path, data=data, max_epochs=1, attempts_per_prompt=2, steps=9) as w:
+        await w.controller.run()
+        assert w.counters.count("attempts_prompt_error") == 2 and w.ledger.counts().given_up == 1
+        trained = {name for names in w.trained_prompts() for name in names}
+        assert trained and "literal" not in trained
+        assert "literal" not in {call.prompt_id for call in w.rollout.calls}
+    assert "prompt literal" in caplog.text and "1 media placeholders" in caplog.text
 
 
 async def test_another_logprobs_mode_ends_the_run_with_the_knob(tmp_path: Path) -> None:
