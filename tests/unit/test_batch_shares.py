@@ -53,12 +53,22 @@ def test_few_groups_are_dealt_sample_by_sample() -> None:
 
 
 def test_a_shard_holds_one_copy_of_each_medium_of_its_own_rows() -> None:
+    """Pictures `a` and `b`, and a clip `v` that rows of either shard refer to."""
     segments = {Digest(key): {"pixel_values": np.zeros((4, 2), np.float32)} for key in "ab"}
-    batch = StepBatch([sample(f"{i}", f"g{i}", media="ab"[i // 4]) for i in range(8)], 0, segments)
-    (first, second) = (shard(batch, rows) for rows in ([0, 1, 2, 3], [4, 5, 6, 7]))
-    assert list(first.segments) == [Digest("a")] and list(second.segments) == [Digest("b")]
-    assert len(first.samples) == 8
-    assert len(encode(first)) < len(encode(batch))
+    clip = {
+        "pixel_values_videos": np.ones((4096, 2), np.float32),
+        "video_grid_thw": np.array([[16, 16, 16]]),
+    }
+    segments[Digest("v")] = clip
+    media = ("av", "v", "av", "a", "b", "bv", "b", "v")
+    batch = StepBatch([sample(f"{i}", f"g{i}", media=keys) for i, keys in enumerate(media)], 0, segments)
+    (first, second, third) = (shard(batch, rows) for rows in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 4, 6]))
+    assert set(first.segments) == {Digest("a"), Digest("v")}
+    assert set(second.segments) == {Digest("b"), Digest("v")}
+    assert set(third.segments) == {Digest("a"), Digest("b")}
+    assert len(first.samples) == 8 and first.segments[Digest("v")] is clip
+    pixels = clip["pixel_values_videos"].nbytes
+    assert len(encode(third)) < pixels < len(encode(first)) < 2 * pixels
 
 
 def test_updates_cover_the_step() -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from omnifleet.config.parallel import ParallelConfig
 from omnifleet.config.recipe import TrainerConfig
+
+FIRST_COMPILE_S = 100
+"""What the first step of a rank that compiles triton's and Mamba's kernels takes longer; see docs/policies.md."""
 
 
 def test_ranks_that_a_backend_does_not_have_are_refused_as_a_recipe() -> None:
@@ -33,3 +37,7 @@ def test_neighbours_share_tensors_and_the_last_ranks_the_last_layers() -> None:
     parallel = TrainerConfig.model_validate({"backend": "megatron", "parallel": sizes}).parallel
     assert parallel.world == 8 and parallel.together == 2
     assert [parallel.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_ranks_wait_for_one_that_compiles_its_kernels_first() -> None:
+    assert ParallelConfig().timeout_s >= 3 * FIRST_COMPILE_S
