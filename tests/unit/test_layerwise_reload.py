@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from omnifleet_rollout.refit.weights import Sources
 
 pytestmark = pytest.mark.heavy
 WIDE = 4
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
 class Scaled(nn.Module):
@@ -60,6 +62,32 @@ class Stranger(Model):
     """Not known to."""
 
 
+class Fused(nn.Module):
+    """One matrix of three parts, and another layer before it and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        self.qkv = nn.Linear(WIDE, 3 * WIDE)
+        parts: list[Any] = list(self.qkv.parameters())
+        for part in parts:
+            part.weight_loader = _place
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        for name, weight in weights:
+            layer, _, kind = name.partition(".")
+            own = self.get_submodule("qkv" if layer in "qkv" else layer)
+            parameter = own.get_parameter(kind)
+            load = getattr(parameter, "weight_loader", default_weight_loader)
+            (partial(load, part=layer) if layer in "qkv" else load)(parameter, weight)
+
+
+def _place(param: torch.Tensor, weight: torch.Tensor, part: str) -> None:
+    param.data.narrow(0, "qkv".index(part) * WIDE, WIDE).copy_(weight)
+
+
 def sources(model: Model, value: float) -> Sources:
     """Every parameter under its name in the checkpoint."""
     final = "vision_final_layernorm."
@@ -69,11 +97,14 @@ def sources(model: Model, value: float) -> Sources:
     }
 
 
-def reload(model: Model, weights: Sources) -> None:
-    """What a commit on the loader path does."""
+def reload(model: nn.Module, weights: Sources, *, breaks_after: int = 0) -> None:
+    """What a commit on the loader path does. breaks_after: so many tensors, if any."""
 
     def everything() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from weights.items()
+        for number, item in enumerate(weights.items(), 1):
+            yield item
+            if number == breaks_after:
+                raise OSError("broke half-way")
 
     extension: Any = OmnifleetExtension()
     extension._omni = SimpleNamespace(table=weights, everything=everything)
@@ -82,7 +113,7 @@ def reload(model: Model, weights: Sources) -> None:
         extension._omni_reload(model)
 
 
-def made(kind: type[Model]) -> Model:
+def made(kind: type[Kind]) -> Kind:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     model = kind().requires_grad_(False)
@@ -116,3 +147,18 @@ def test_a_layer_that_no_weight_reached_is_named_and_not_left_old(
     with pytest.raises(OmnifleetError, match=f"did not reach .*{layer}") as caught:
         reload(model, sources(model, 3.0))
     assert caught.value.reason is Reason.ENGINE_ERROR
+
+
+@pytest.mark.parametrize("breaks_after", range(1, 10))
+def test_what_a_load_brought_that_broke_half_way_does_not_count_towards_the_next(breaks_after: int) -> None:
+    model = made(Fused)
+    shapes = {f"{layer}.{kind}": shape for layer in ("first", "k", "q", "v", "last")
+              for kind, shape in (("bias", (WIDE,)), ("weight", (WIDE, WIDE)))}  # fmt: skip
+    with pytest.raises(OSError, match="half-way"):
+        reload(model, {n: torch.full(s, 3.0) for n, s in shapes.items()}, breaks_after=breaks_after)
+    assert not any(parameter.is_meta for parameter in model.parameters()), (
+        "a step of the engine would kill it"
+    )
+    reload(model, {n: torch.full(s, 5.0) for n, s in shapes.items()})
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, torch.full_like(parameter, 5.0)), name

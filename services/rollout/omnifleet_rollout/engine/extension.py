@@ -145,13 +145,16 @@ class OmnifleetExtension:
         )
 
         direct = seams.bypassed(model, self._omni.table)
-        initialize_layerwise_reload(model)
-        model.load_weights(self._omni.everything())  # type: ignore[operator]
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        unreached = [
-            layer for layer in seams.unreached_layers(model, tied=tied) if layer not in direct.values()
-        ]
-        finalize_layerwise_reload(model, self.model_config)
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(self._omni.everything())  # type: ignore[operator]
+            missed = seams.unreached_layers(model, tied=tied)
+            finalize_layerwise_reload(model, self.model_config)
+        except BaseException:
+            seams.end_broken_load(model, self.model_config)
+            raise
+        unreached = [layer for layer in missed if layer not in direct.values()]
         if direct:
             model.load_weights((n, t) for n, t in self._omni.everything() if n in direct)  # type: ignore[operator]
         if unreached:

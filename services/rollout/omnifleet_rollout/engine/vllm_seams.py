@@ -6,6 +6,7 @@
 | renderer.mm_processor_cache (0.32 only)      | pixels cross to the engine process once         | they cross each time  |
 | output_processor.request_states              | tokens that nobody waits for come in bulk       | each comes alone      |
 | layerwise_info of the reload module          | find layers that a load did not reach           | silent old weights    |
+|                                              | forget a load that broke half-way               | silent wrong weights  |
 | model.embed_multimodal (wrapped)             | count encoded items                             | no counter            |
 | quant_method.process_weights_after_loading   | CPU: tied heads keep their packed copy          | silent old weights    |
 | model_runner.sample_tokens (wrapped on CPU)  | CPU generators cannot be rewound                | the engine dies       |
@@ -170,6 +171,23 @@ def unreached_layers(model: torch.nn.Module, *, tied: bool) -> list[str]:
         if waiting and own and not (tied and isinstance(layer, ParallelLMHead)):
             names.append(name)
     return names
+
+
+def end_broken_load(model: torch.nn.Module, model_config: Any) -> None:
+    """After a load that raised: no layer stays on the meta device, and none counts what it was sent towards the next load.
+
+    Layers that were not complete get their old tensors back. Left alone, vLLM would go on counting at the next load, where a
+    fused layer seems full before its last part came, and keeps memory that nobody wrote.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+    finalize_layerwise_reload(model, model_config)
 
 
 def repack_tied_heads(model: torch.nn.Module) -> int:
