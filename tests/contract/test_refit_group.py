@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,38 @@ async def test_NCL_05_padding_is_left_alone_and_a_vocabulary_of_another_size_is_
         assert worker.holds(1)
         for one in (sender, resized):
             one.courier.close()
+
+
+async def test_a_worker_without_room_for_a_shadow_refuses_and_serves_on_until_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*size: Any, **told: Any) -> torch.Tensor:
+        if told.get("device") == device and size != (0,):
+            raise torch.OutOfMemoryError("out of memory")
+        return empty(*size, **told)
+
+    device, empty = torch.device("cpu", 0), torch.empty
+    async with receiving(write_checkpoint(tmp_path / "c"), 3) as workers:
+        sender, victim = Sender(), workers[1]
+        await sender.publish(workers, 0)
+        shipment = sender.pack(1)
+        memory = victim.engine.stager._reception.memory
+        memory.release()
+        memory.device = device
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", full)
+            outcomes = await sender.stage(workers, shipment)
+        refusal = outcomes[victim.id]
+        assert isinstance(refusal, OmnifleetError) and refusal.reason is Reason.REFIT_REJECTED
+        assert "no room for a shadow of" in refusal.message and victim.holds(0)
+        for worker in (workers[0], workers[2]):
+            digest = outcomes[worker.id]
+            assert isinstance(digest, str), digest
+            await worker.client.commit(digest, InFlight.KEEP, deadline_s=DEADLINE_S)
+            assert worker.holds(1)
+        await sender.publish(workers, 2, whole=True)
+        assert all(worker.holds(2) for worker in workers), "the next one heals"
+        sender.courier.close()
 
 
 async def refused(
