@@ -177,6 +177,31 @@ async def test_a_sender_killed_in_any_phase_leaves_three_workers_whole_and_the_n
         successor.courier.close()
 
 
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.soak)])
+async def test_NCL_08_a_sender_killed_while_other_groups_form_is_replaced_at_once(
+    spawner: Any, tmp_path: Path, rounds: int
+) -> None:
+    async with receiving(write_checkpoint(tmp_path / "c"), 4) as workers:
+
+        async def refit(worker: Receiving, step: int) -> None:
+            sender = Sender("living")
+            await sender.publish([worker], step, whole=True)
+            sender.courier.close()
+
+        async def kill_and_replace(worker: Receiving, step: int) -> None:
+            async with sender_at(spawner, [worker], 100 + step, "broadcast"):
+                pass
+            assert worker.whole() and worker.version.lineage == "killed broadcast"
+            await cleared(worker)
+            await refit(worker, step)
+
+        for step in range(rounds):
+            victim = workers[step % len(workers)]
+            others = [refit(worker, step) for worker in workers if worker is not victim]
+            await asyncio.gather(kill_and_replace(victim, step), *others)
+            assert all(worker.holds(step) and worker.version.lineage == "living" for worker in workers)
+
+
 @pytest.mark.parametrize("phase", ["before", "broadcast", "staged", "gate"])
 async def test_NCL_01_a_receiver_killed_in_any_phase_is_left_out_and_the_others_commit(
     spawner: Any, tmp_path: Path, phase: str
