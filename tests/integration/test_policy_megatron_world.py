@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.soak]
             "mixture", {"dp": 2, "ep": 2, "distributed_optimizer": True}, {}, marks=pytest.mark.soak
         ),
         pytest.param("qwen2_5_vl", {"tp": 2}, {"packing": False}, marks=pytest.mark.soak),
+        ("qwen2_5_vl", {"pp": 2}, {"packing": False}),
         ("mixture", {"pp": 2}, {"objective": {"kl_coefficient": 0.1}}),
         ("qwen2_5_vl", {"pp": 2, "tp": 2, "distributed_optimizer": True}, {"recompute": True}),
         ("qwen2_5_vl", {"dp": 2, "distributed_optimizer": True}, {"dtype": "bfloat16"}),
