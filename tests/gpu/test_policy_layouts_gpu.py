@@ -93,7 +93,10 @@ def test_two_gpus_train_as_one(
 def test_a_policy_that_leaves_the_gpu_and_comes_back_trains_on(
     dtype: str, distributed: bool, tmp_path: Path
 ) -> None:
-    """Two steps with a turn of the engines between them are two steps; and the memory is free meanwhile."""
+    """Two steps with a turn of the engines between them are two steps; and weights, gradients and moments are gone meanwhile.
+
+    What else a tiny model's step leaves on the device, cuBLAS' workspaces, is more than all of these.
+    """
     source = written(tmp_path / "model", "qwen2_5_vl")
     batch = batch_for(source)
     ends = []
@@ -102,10 +105,10 @@ def test_a_policy_that_leaves_the_gpu_and_comes_back_trains_on(
         policy = open_rank(job(source, backend="megatron", dtype=dtype, parallel=sizes), ALONE)
         try:
             policy.train(batch)
-            held = torch.cuda.memory_allocated()
             if turns:
+                held, parameters = torch.cuda.memory_allocated(), sum(t.numel() for _, t in policy.export())
                 policy.offload()
-                assert torch.cuda.memory_allocated() < held / 4
+                assert held - torch.cuda.memory_allocated() >= 16 * parameters
                 policy.onload()
             metrics = policy.train(batch)
             ends.append((metrics["loss"], metrics["grad_norm"], weights_of(policy)))
