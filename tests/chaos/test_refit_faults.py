@@ -31,10 +31,10 @@ STUCK_S = 4.0
 def spawner() -> Any:
     """Children that are forked from a server which has imported torch, so that each starts at once.
 
-    A plan's recording imports sympy, which takes its time too.
+    A plan's recording imports sympy and torch._dynamo, which take their time too.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.refit_processes", "sympy"])
+    context.set_forkserver_preload(["tests.refit_processes", "sympy", "torch._dynamo"])
     return context
 
 
