@@ -38,7 +38,8 @@ def recipe_of(preset: str, source: Path) -> Recipe:
         f"trainer.prompts_per_step={GROUPS}",
         f"trainer.generations_per_prompt={SIZE}",
         # gentler where replies that the policy has moved away from are rejected
-        f"trainer.optimizer={{lr: {'5.0e-5' if preset == 'corrected' else '5.0e-4'}, eps: 1.0e-8, grad_clip: 1.0, warmup_steps: 0}}",
+        f"trainer.optimizer.lr={'5.0e-5' if preset == 'corrected' else '5.0e-4'}",
+        "trainer.optimizer={eps: 1.0e-8, grad_clip: 1.0, warmup_steps: 0}",
         "trainer.threads=1",
     ]
     return load_recipe(str(RECIPES / f"{preset}.yaml"), overrides)
