@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -25,6 +26,17 @@ from omnifleet_rollout.worker.membership import Member
 from tests import refit_model
 from tests.refit_model import HIDDEN
 from tests.refit_world import DEADLINE_S, Receiving, Remote, Sender, SmallEngine, receiving
+
+
+def forkserver() -> Any:
+    """Children that are forked from a server which has imported torch, so that each starts at once.
+
+    Recording a plan imports sympy and torch._dynamo, which take their time too. There is one server for all tests, as the first
+    one asks for it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "sympy", "torch._dynamo"])
+    return context
 
 
 class Deaf:

@@ -22,7 +22,7 @@ from omnifleet_trainer.refit.guard import Canary, Guard
 from omnifleet_trainer.refit.sender import RefitSender
 from tests.contract.gateway_world import World, world
 from tests.refit_model import MOVES, expected, scores, tensors, write_checkpoint
-from tests.refit_processes import run_worker
+from tests.refit_processes import forkserver, run_worker
 from tests.refit_world import CPU
 
 pytestmark = pytest.mark.timeout(240)
@@ -33,8 +33,7 @@ SPOILED = {11}
 @asynccontextmanager
 async def processes(checkpoint: Path, here: World, tokens: Tokens) -> AsyncIterator[list[str]]:
     """Two workers in processes of their own; the second one goes wrong at SPOILED. Their ids."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.refit_processes"])
+    context = forkserver()
     async with AsyncExitStack() as stack:
         pipes = []
         for number in range(2):

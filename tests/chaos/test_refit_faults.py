@@ -19,7 +19,7 @@ from omnifleet.client.refit import RefitClient
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import InFlight
 from tests.refit_model import write_checkpoint
-from tests.refit_processes import run_receiver, run_sender
+from tests.refit_processes import forkserver, run_receiver, run_sender
 from tests.refit_world import DEADLINE_S, Receiving, Remote, Sender, receiving
 
 pytestmark = pytest.mark.timeout(240)
@@ -29,13 +29,7 @@ STUCK_S = 4.0
 
 @pytest.fixture(scope="module")
 def spawner() -> Any:
-    """Children that are forked from a server which has imported torch, so that each starts at once.
-
-    A plan's recording imports sympy and torch._dynamo, which take their time too.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.refit_processes", "sympy", "torch._dynamo"])
-    return context
+    return forkserver()
 
 
 async def said(pipe: Any, seconds: float = 120.0) -> Any:
