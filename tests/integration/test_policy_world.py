@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from omnifleet.address import token_digest
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_trainer.policy import automodel, shards
 from omnifleet_trainer.policy.folder import read_folder
 from omnifleet_trainer.policy.names import checkpoint_shapes
 from omnifleet_trainer.policy.port import Policy
@@ -98,6 +100,47 @@ def test_an_export_that_is_not_read_to_its_end_leaves_the_ranks_in_step(
     assert tuple(tensor.shape) == checkpoint_shapes(source)[name]
     tensors.close()  # type: ignore[attr-defined]
     assert len(world.logprobs(batch_for(source))) == 6
+
+
+class Whole:
+    """Counts the bytes of whole tensors that this process holds: a tensor is counted while anyone refers to it."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, int] = {}
+        self.most = self.made = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, counted from now on."""
+        self.made += 1
+        self.live[self.made] = tensor.nbytes
+        weakref.finalize(tensor, self.live.pop, self.made)
+        self.most = max(self.most, sum(self.live.values()))
+        return tensor
+
+
+def test_no_rank_ever_holds_the_whole_model(
+    world: WorldPolicy, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process is the first rank; the others make the same calls. An export holds a tensor or two, a checkpoint also copies of
+    this rank's half of the weights and of each moment."""
+    sizes = [tensor.nbytes for tensor in weights_of(world).values()]
+    exported, saved, kept = Whole(), Whole(), Whole()
+    whole, deal = shards.whole, shards.Kept.__call__
+    monkeypatch.setattr(automodel, "whole", lambda tensor: exported.of(whole(tensor)))
+    assert sum(1 for _ in world.export()) == exported.made == len(sizes)
+    assert exported.most <= 2 * max(sizes) < sum(sizes) / 2
+
+    def copied(self: shards.Kept, tensor: torch.Tensor) -> torch.Tensor | None:
+        copy = deal(self, tensor)
+        return None if copy is None else kept.of(copy)
+
+    for module in (automodel, shards):
+        monkeypatch.setattr(module, "whole", lambda tensor: saved.of(whole(tensor)))
+    monkeypatch.setattr(shards.Kept, "__call__", copied)
+    world.save(tmp_path)
+    assert saved.made >= 3 * len(sizes) and not saved.live and not kept.live
+    assert saved.most <= 4 * max(sizes)
+    assert 3 * 0.3 * sum(sizes) < kept.most < 3 * 0.7 * sum(sizes)
 
 
 def test_what_a_rank_refuses_is_refused_and_changes_nothing(world: WorldPolicy, source: Path) -> None:
