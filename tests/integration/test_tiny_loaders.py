@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from omnifleet_trainer.tiny.hybrid import MIXED, TOWER, write_hybrid
 from omnifleet_trainer.tiny.mixture import write_mixture
 
@@ -64,8 +66,9 @@ def loaded(folder: Path, meet: Path, **overrides: Any) -> subprocess.CompletedPr
     [
         (write_hybrid, "NemotronH_Nano_VL_V2", {"vit_hidden_size": TOWER}),
         (write_mixture, "Qwen3VLMoeForConditionalGeneration", {}),
+        (partial(write_checkpoint, family="qwen3_vl"), "Qwen3VLForConditionalGeneration", {}),
     ],
-    ids=["nemotron omni", "qwen3-vl moe"],
+    ids=["nemotron omni", "qwen3-vl moe", "qwen3-vl"],
 )
 def test_vllm_loads_every_weight(
     write: Callable[[Path], None], model: str, overrides: dict[str, Any], tmp_path: Path

@@ -1,14 +1,16 @@
-"""Tiny Nemotron Omni and Qwen3-VL MoE sampled by vLLM's CPU engine: its raw logprobs are transformers', bans or not. Text alone."""
+"""Tiny models of several families sampled by vLLM's CPU engine: its raw logprobs are transformers', bans or not. Text alone."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from omnifleet_trainer.tiny.hybrid import TOWER, write_hybrid
 from omnifleet_trainer.tiny.mixture import write_mixture
 from tests.child_result import result_of
@@ -58,8 +60,11 @@ main()
     [
         (write_hybrid, {"vit_hidden_size": TOWER}, []),
         (write_mixture, {}, list(range(50, 61))),
+        (partial(write_checkpoint, family="qwen3_vl"), {}, []),
+        (partial(write_checkpoint, family="qwen2_5_vl"), {}, []),
+        (partial(write_checkpoint, family="qwen2_vl"), {}, []),
     ],
-    ids=["nemotron omni", "qwen3-vl moe with bans"],
+    ids=["nemotron omni", "qwen3-vl moe with bans", "qwen3-vl", "qwen2.5-vl", "qwen2-vl"],
 )
 def test_vllm_samples_what_transformers_computes(
     write: Callable[[Path], None], overrides: dict[str, Any], banned: list[int], tmp_path: Path
