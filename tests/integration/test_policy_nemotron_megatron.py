@@ -103,6 +103,25 @@ def test_both_backends_train_alike_and_keep_the_checkpoint(source: Path, tmp_pat
         policy.close()
 
 
+def test_layers_are_local_whatever_the_provider_says_of_attention(source: Path) -> None:
+    """The hybrid's provider asks for flash attention by default, which is Transformer Engine's."""
+    policy = opened(MegatronPolicy, source)
+    from megatron.core.transformer.enums import AttnBackend  # once a policy has put stand-ins for triton
+
+    from omnifleet_trainer.compat.megatron_layers import TorchCoreAttention
+
+    try:
+        parts = dict(policy._built.core.named_modules())
+        attention = {name: part for name, part in parts.items() if name.endswith("core_attention")}
+        asked = {part.config.attention_backend for part in attention.values()}
+    finally:
+        policy.close()
+    assert AttnBackend.flash in asked
+    assert {"vision_model" in name for name in attention} == {True, False}, "of the tower and of the decoder"
+    assert {type(part) for part in attention.values()} == {TorchCoreAttention}
+    assert not [name for name, part in parts.items() if "transformer_engine" in type(part).__module__]
+
+
 def test_without_the_number_of_tokens_state_leaks_in_a_pack(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
