@@ -1,4 +1,4 @@
-"""Refits of a real vLLM CPU engine over a gloo group, with faults in between; then the oracle: a fresh engine.
+"""Refits of a real vLLM CPU engine over a gloo group, with faults in between and at last; then the oracle: a fresh engine.
 
 Run as `python -m tests.integration.refit_engine_child FOLDER`; prints one line of JSON.
 """
@@ -9,7 +9,7 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,22 @@ from omnifleet.telemetry.counters import Counters  # noqa: E402
 from omnifleet.types import InFlight, WeightVersion  # noqa: E402
 from omnifleet.wire.manifest import base_version  # noqa: E402
 from omnifleet_rollout.engine.vllm_engine import VllmEngine  # noqa: E402
+from omnifleet_rollout.refit.weights import Weights  # noqa: E402
 
-PROMPTS = 64
+PROMPTS, HALF_WAY = 64, 10
+
+
+def break_loads(flag: Path) -> None:
+    """While `flag` is there, loads raise after ten tensors, in engines started from now on: they are forked from this process."""
+    everything = Weights.everything
+
+    def broken(self: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(everything(self)):
+            if number == HALF_WAY and flag.exists():
+                raise OSError("the load broke half-way")
+            yield item
+
+    Weights.everything = broken
 
 
 @asynccontextmanager
@@ -86,7 +100,8 @@ async def main(folder: Path) -> None:
     from omnifleet_rollout.worker.gate import Gate
     from omnifleet_rollout.worker.standing import Standing
 
-    model, exported = folder / "model", folder / "exported"
+    model, exported, flag = folder / "model", folder / "exported", folder / "break loads"
+    break_loads(flag)
     weights = load_file(model / "model.safetensors")
     async with engine_of(model) as engine:
         # No gRPC and no group before the engine is up: its process is forked from this one.
@@ -98,8 +113,10 @@ async def main(folder: Path) -> None:
         meeting, snapshot = Meeting("127.0.0.1"), Snapshot(torch.device("cpu"), 1 << 18)
         before = await scores(engine)
 
-        async def stage(step: int, *, broken: bool = False, few: bool = False) -> str:
-            now, held = nudged(moved(weights, 3)) if few else moved(weights, step), dict(snapshot.digests)
+        async def stage(
+            step: int, *, now: dict[str, Any] | None = None, broken: bool = False, few: bool = False
+        ) -> str:
+            now, held = moved(weights, step) if now is None else now, dict(snapshot.digests)
             snapshot.pack(now.items(), {n for n in weights if "visual" not in n}, sparse=few)
             version = WeightVersion("r", "l", step)
             shipment = snapshot.shipment(version, None, None, True)
@@ -138,15 +155,27 @@ async def main(folder: Path) -> None:
         after_fault = await scores(engine)
         await receiver.abort("")
         await receiver.commit(await stage(3), InFlight.RECOMPUTE, 60)
-        await receiver.commit(await stage(4, few=True), InFlight.RECOMPUTE, 60)
+        last = nudged(moved(weights, 3))
+        await receiver.commit(await stage(4, now=last, few=True), InFlight.RECOMPUTE, 60)
         ours = await scores(engine)
-        version = gate.standing.version.number
+        flag.touch()
+        half = await stage(5)
+        try:
+            await receiver.commit(half, InFlight.RECOMPUTE, 60)
+            fenced = ""
+        except OmnifleetError as error:
+            fenced = error.reason if gate.standing.fence else ""
+        flag.unlink()
+        await receiver.commit(await stage(6, now=last), InFlight.RECOMPUTE, 60)
+        mended = await scores(engine)
+        version, fence = gate.standing.version.number, gate.standing.fence
     shutil.copytree(model, exported)
-    save_file(nudged(moved(weights, 3)), exported / "model.safetensors", metadata={"format": "pt"})
+    save_file(last, exported / "model.safetensors", metadata={"format": "pt"})
     async with engine_of(exported) as fresh:
         theirs = await scores(fresh)
     print("RESULT " + json.dumps({"moved": before != first, "refused": refused, "kept": after_fault == first,
-                                  "version": version, "ours": ours, "theirs": theirs}))  # fmt: skip
+                                  "version": version, "fenced": fenced, "fence": fence, "ours": ours, "mended": mended,
+                                  "theirs": theirs}))  # fmt: skip
 
 
 if __name__ == "__main__":
