@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnifleet.types import InFlight, LogprobsMode
@@ -14,10 +16,25 @@ def check_backend(recipe: Recipe) -> None:
     """What the megatron backend can run; a plan is not asked."""
     if recipe.trainer.backend != "megatron":
         return
-    if recipe.trainer.logprob_chunk is not None:
-        raise ValueError("trainer.backend = megatron has no trainer.logprob_chunk: leave it out")
     if recipe.model.family == "qwen2_vl":
         raise ValueError("trainer.backend = megatron has no Qwen2-VL: set model.family = qwen2_5_vl")
+    for name in ("pp", "cp"):
+        if getattr(recipe.trainer.parallel, name) > 1 and "nemotron" in _kind(recipe):
+            raise ValueError(
+                f"trainer.parallel.{name}: the megatron backend divides Nemotron Omni by dp, tp, sp and ep alone; set {name} = 1"
+            )
+
+
+def _kind(recipe: Recipe) -> str:
+    """Type of the model, where it is known: of the tiny one by its family, of a folder that is here by its config."""
+    config = Path(recipe.model.path) / "config.json"
+    if not config.is_file():
+        return recipe.model.family or ""
+    try:
+        body = json.loads(config.read_text())
+    except (OSError, ValueError):  # who loads it says what is wrong
+        return ""
+    return str(body.get("model_type", "")).lower() if isinstance(body, dict) else ""
 
 
 def check_turns(recipe: Recipe) -> None:

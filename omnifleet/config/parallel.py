@@ -21,7 +21,7 @@ class ParallelConfig(StrictModel):
     cp: int = Field(1, ge=1)
     """Context: ranks that share a sequence. megatron only, packed."""
     sp: bool = False
-    """Sequence: ranks of tp share what is between their layers, too. megatron only, packed; a mixture with tp needs it."""
+    """Sequence: ranks of tp share what is between their layers, too. megatron only; a mixture with tp needs it."""
     distributed_optimizer: bool = False
     """megatron: keep optimiser state sharded over dp. AutoModel always does."""
     nodes: int = Field(1, ge=1)

@@ -134,8 +134,8 @@ class TrainerConfig(StrictModel):
             raise ValueError(f"parallel.{refused[0]}: {refused[1]}")
         if self.lora is not None and self.backend != "automodel":
             raise ValueError(f"trainer.lora needs backend = automodel: {self.backend} has no adapters")
-        if self.packing is False and (self.parallel.cp > 1 or self.parallel.sp):
-            raise ValueError("parallel.cp and parallel.sp divide packed sequences: leave trainer.packing out")
+        if self.packing is False and self.parallel.cp > 1:
+            raise ValueError("parallel.cp divides packed sequences: leave trainer.packing out")
         if self.backend == "automodel" and self.parallel.tp > 1:
             for name in ("lora", "logprob_chunk"):
                 if getattr(self, name) is not None:

@@ -150,14 +150,8 @@ def test_the_tiny_model_is_of_a_family_that_the_backend_knows(
     assert ("--no-warm-start" in asked[0]) == (expected == "nemotron_omni"), "no lesson exists for it"
 
 
-@pytest.mark.parametrize(
-    ("override", "mend"),
-    [
-        ("trainer.logprob_chunk=8", "trainer.logprob_chunk: leave it out"),
-        ("model.family=qwen2_vl", "set model.family = qwen2_5_vl"),
-    ],
-)
-def test_a_recipe_that_megatron_cannot_train_is_refused_as_a_recipe(override: str, mend: str) -> None:
+def test_a_recipe_that_megatron_cannot_train_is_refused_as_a_recipe() -> None:
+    override = "model.family=qwen2_vl"
     load_recipe("cpu-tiny", [override])
-    with pytest.raises(OmnifleetError, match=mend):
+    with pytest.raises(OmnifleetError, match=r"set model\.family = qwen2_5_vl"):
         load_recipe("cpu-tiny", ["trainer.backend=megatron", override])

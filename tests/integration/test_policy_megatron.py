@@ -87,16 +87,22 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_only_what_predicts_replies_is_multiplied_by_the_vocabulary(source: Path, packing: bool) -> None:
-    policy, batch, rows = opened(source, packing=packing), batch_for(source), []
+@pytest.mark.parametrize(("packing", "chunk"), [(True, None), (False, None), (True, 4)])
+def test_only_what_predicts_replies_is_multiplied_by_the_vocabulary(
+    source: Path, packing: bool, chunk: int | None
+) -> None:
+    policy, batch, rows = opened(source, packing=packing, logprob_chunk=chunk), batch_for(source), []
+
+    def seen(head: Any, _: Any, output: tuple[Any, ...]) -> None:
+        if output[0].shape[-1] == len(head.weight):
+            rows.append(output[0][..., 0].numel())
+
     try:
-        policy._family.head.register_forward_hook(
-            lambda _, __, output: rows.append(output[0][..., 0].numel())
-        )
+        policy._family.head.register_forward_hook(seen)
         policy.logprobs(batch)
     finally:
         policy.close()
+    assert chunk is None or max(rows) == chunk
     first = min(len(sample.prompt_token_ids) for sample in batch.samples)
     ends = [sample.length - first for sample in batch.samples]
     assert sum(rows) == (sum(ends) if packing else len(ends) * max(ends)), "none before the first reply's"
@@ -199,8 +205,11 @@ def test_a_mixture_gives_the_logprobs_of_plain_transformers(folders: dict[str, P
         policy.close()
 
 
-@pytest.mark.parametrize("changes", [{"packing": False}, {"recompute": True}])
-def test_padding_and_recomputing_change_no_number(source: Path, changes: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"packing": False}, {"recompute": True}, {"logprob_chunk": 4}, {"logprob_chunk": 3, "packing": False}],
+)
+def test_padding_recomputing_and_chunks_change_no_number(source: Path, changes: dict[str, Any]) -> None:
     batch, results = batch_for(source), []
     for settings in ({}, changes):
         policy = opened(source, **settings)
@@ -358,12 +367,7 @@ def test_kl_pulls_back_to_where_the_run_began(source: Path) -> None:
         policy.close()
 
 
-def test_what_this_backend_cannot_do_is_refused_before_anything_is_loaded(
-    source: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(OmnifleetError) as caught:
-        opened(source, logprob_chunk=8)
-    assert caught.value.reason is Reason.UNSUPPORTED and caught.value.knob == "trainer.logprob_chunk"
+def test_what_this_backend_cannot_do_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, hidden=64)
     recipe = {"run": {"name": "r"}, "model": {"path": str(tmp_path)}, "reward": [{"name": "format"}]}
     with pytest.raises(OmnifleetError, match=r"qwen2_vl; it knows qwen2_5_vl, qwen3_vl") as caught:

@@ -39,6 +39,10 @@ pytestmark = [pytest.mark.heavy, pytest.mark.soak]
         ("tied", {"pp": 2}, {"dtype": "bfloat16"}),
         ("mixture", {"tp": 2, "sp": True, "ep": 2, "distributed_optimizer": True}, {"recompute": True}),
         ("qwen3_vl", {"cp": 2}, {"recompute": True}),
+        ("qwen3_vl", {"tp": 2, "sp": True}, {"packing": False}),
+        ("qwen2_5_vl", {"tp": 2}, {"logprob_chunk": 4}),
+        ("qwen2_5_vl", {"tp": 2, "sp": True, "cp": 2}, {"logprob_chunk": 4}),
+        ("tied", {"pp": 2}, {"logprob_chunk": 4}),
     ],
 )
 def test_ranks_train_as_one(

@@ -77,24 +77,43 @@ def test_a_resolved_recipe_resolves_to_itself(name: str) -> None:
     ("name", "why"),
     [
         ("mmpr-automodel", "trainer.parallel.nodes says 1"),
-        ("mmpr-megatron", "logprob_chunk"),
-        ("gym-video", "packed sequences"),
-        ("gym-video-async", "packed sequences"),
+        ("mmpr-megatron", "trainer.parallel.nodes says 1"),
+        ("gym-video", "trainer.parallel.nodes says 1"),
+        ("gym-video-async", "trainer.parallel.nodes says 1"),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_starts(name: str, why: str) -> None:
+def test_ranks_on_several_nodes_are_said(name: str, why: str) -> None:
     with pytest.raises(OmnifleetError) as caught:
         load_recipe(f"nemotron-omni/{name}")
     assert caught.value.reason is Reason.INVALID_CONFIG
     assert why in caught.value.message
 
 
-def test_the_rest_have_sizes_that_their_backend_has() -> None:
-    """Of `clevr-megatron` not for its model: the policy refuses that."""
-    for name in ("clevr-automodel", "clevr-megatron"):
-        assert load_recipe(f"nemotron-omni/{name}").trainer.parallel.ep == 8
-    recipe = load_recipe("nemotron-omni/mmpr-automodel", ["trainer.parallel.nodes=4"])
-    assert (recipe.trainer.parallel.dp, recipe.trainer.parallel.ep) == (32, 8)
+@pytest.mark.parametrize(
+    ("name", "nodes", "sizes"),
+    [
+        ("clevr-automodel", 1, (8, 1, 8)),
+        ("clevr-megatron", 1, (1, 8, 8)),
+        ("mmpr-automodel", 4, (32, 1, 8)),
+        ("mmpr-megatron", 4, (4, 8, 16)),
+        ("gym-video", 2, (4, 4, 4)),
+        ("gym-video-async", 2, (4, 4, 4)),
+    ],
+)
+def test_all_have_sizes_that_their_backend_has(name: str, nodes: int, sizes: tuple[int, int, int]) -> None:
+    parallel = load_recipe(f"nemotron-omni/{name}", [f"trainer.parallel.nodes={nodes}"]).trainer.parallel
+    assert (parallel.dp, parallel.tp, parallel.ep) == sizes
+
+
+@pytest.mark.parametrize("size", ["pp", "cp"])
+def test_megatron_does_not_divide_the_hybrid_by_stages_or_along_sequences(size: str, tmp_path: Path) -> None:
+    changes = ["model.family=nemotron_omni", "trainer.backend=megatron", f"trainer.parallel={{{size}: 2}}"]
+    with pytest.raises(OmnifleetError, match=f"trainer.parallel.{size}: .* set {size} = 1"):
+        load_recipe("cpu-tiny", changes)
+    (tmp_path / "config.json").write_text('{"model_type": "nemotron_h_omni"}')
+    with pytest.raises(OmnifleetError, match=f"set {size} = 1"):
+        load_recipe("cpu-tiny", [*changes[1:], f"model.path={tmp_path}"])
+    assert load_recipe("cpu-tiny", changes[1:]).trainer.parallel.world == 2
 
 
 # ---------------------------------------------------------------- placement

@@ -110,10 +110,11 @@ def collate(
     return [_micro_batch(batch, cut, contract, multiple, advantage_clip) for cut in cuts]
 
 
-def idle(device: torch.device) -> MicroBatch:
+def idle(device: torch.device, multiple: int = 1) -> MicroBatch:
     """A micro-batch of nothing: two tokens of no sample, none of which trains. Keeps a rank in step with the others."""
-    whole = torch.zeros((1, 2), dtype=torch.int64, device=device)
-    real = torch.zeros((1, 2), device=device)
+    shape = (1, -(-2 // multiple) * multiple)
+    whole = torch.zeros(shape, dtype=torch.int64, device=device)
+    real = torch.zeros(shape, device=device)
     return MicroBatch(
         rows=(),
         input_ids=whole,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import Reason, invalid
 from omnifleet_trainer.batch.collate import MicroBatch
 from omnifleet_trainer.batch.samples import StepBatch
 from omnifleet_trainer.compat import megatron as compat
@@ -30,7 +30,7 @@ from omnifleet_trainer.policy.families.nemotron import NemotronOmni
 from omnifleet_trainer.policy.families.qwen import unknown_family
 from omnifleet_trainer.policy.flops import FlopsModel
 from omnifleet_trainer.policy.folder import stored
-from omnifleet_trainer.policy.megatron_head import heading
+from omnifleet_trainer.policy.megatron_head import chunked_logprobs, heading
 from omnifleet_trainer.policy.megatron_model import Built, build, fused_names
 from omnifleet_trainer.policy.megatron_nemotron import HYBRID
 from omnifleet_trainer.policy.megatron_optimizer import MegatronOptimizer
@@ -59,12 +59,6 @@ class MegatronPolicy(RankPolicy):
     _open_groups = False
 
     def _check(self) -> None:
-        if self._trainer.logprob_chunk is not None:
-            raise OmnifleetError(
-                Reason.UNSUPPORTED,
-                "the megatron backend computes the logits of a micro-batch at once",
-                knob="trainer.logprob_chunk",
-            )
         _family(self._source)
 
     def _open(self, frozen: set[str]) -> None:
@@ -94,6 +88,7 @@ class MegatronPolicy(RankPolicy):
                 self._optimizer.load_masters(checkpoint_files(self._source))
         self.encoder_trains = any(name.startswith(_ENCODER) for name in self._training)
         self._division = Division(parallel, self._place.rank)
+        self._multiple = 1 if self._packs else self._division.multiple
         if not self._division.whole:
             from omnifleet_trainer.compat.megatron_layers import attend_over
 
@@ -222,15 +217,15 @@ class MegatronPolicy(RankPolicy):
             ids = micro.input_ids[:, micro.first :]
             kept = None if micro.kept is None else micro.kept[:, micro.first :]
             if not self._packs:
-                with heading(self._family.head, slice(micro.first - 1, -1)):
-                    logits = self._family.logits(arguments)
-                return self._logprobs(logits, ids, kept)
+                rows = slice(micro.first - 1, -1)
+                return self._headed(rows, lambda: self._family.logits(arguments), ids, kept)
             packing = Packing(micro, self._division.multiple)
             places, here = self._division.predictions(packing)
-            with heading(self._family.head, places):
-                logits = self._family.packed_logits(arguments, packing)
             kept = None if kept is None else packing.wanted(kept)[:, here]
-            logprobs = self._logprobs(logits, packing.wanted(ids)[:, here], kept)
+            wanted = packing.wanted(ids)[:, here]
+            logprobs = self._headed(
+                places, lambda: self._family.packed_logits(arguments, packing), wanted, kept
+            )
             return packing.padded(self._division.joined(logprobs, here))
 
         def replayed(micro: MicroBatch) -> Tensor:
@@ -246,6 +241,17 @@ class MegatronPolicy(RankPolicy):
         media = [batch.segments[key] for key in micro.media]
         received: dict[str, Any] = self._family.received(micro, layout_of(media, self._device))
         return received
+
+    def _headed(
+        self, rows: Tensor | slice, run: Callable[[], Tensor], ids: Tensor, kept: Tensor | None
+    ) -> Tensor:
+        """[B, T] of `ids`, which `rows` of the model's hidden states predict; run: its forward."""
+        head, chunk = self._family.head, self._trainer.logprob_chunk
+        if chunk is not None:
+            return chunked_logprobs(head, rows, run, ids, kept, chunk=chunk, logprobs=self._logprobs)
+        with heading(head, rows):
+            logits = run()
+        return self._logprobs(logits, ids, kept)
 
     def _logprobs(self, logits: Tensor, ids: Tensor, kept: Tensor | None) -> Tensor:
         """[B, T] of `ids`; of tensor-parallel ranks each has logits of its part of the vocabulary."""

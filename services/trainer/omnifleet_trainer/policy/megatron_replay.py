@@ -49,13 +49,14 @@ class MegatronRouters:
     ) -> AbstractContextManager[None]:
         """Inside, the routers choose what the engine chose for `micro`; their own where it did not say.
 
-        Hidden states are [T, 1, H] if packed, else [S, B, H]: that is the order of tokens here. division: which of a
-        pack's tokens this rank's routers see; None = all.
+        Hidden states are [T, 1, H] if packed, else [S, B, H]: that is the order of tokens here. division: which of
+        these tokens this rank's routers see; None = all.
         """
         if micro.experts is None:
             return self._choosing(None)
         if not packed:
-            return self._choosing(micro.experts.transpose(0, 1).flatten(0, 1))
+            columns = micro.experts.transpose(0, 1)
+            return self._choosing((columns if division is None else division.own(columns)).flatten(0, 1))
         if division is None:
             return self._choosing(Packing(micro).packed(micro.experts)[0])
         filled = Packing(micro, division.multiple).packed(micro.experts + 1)[0] - 1  # -1: nobody chose

@@ -1,10 +1,11 @@
-"""A packed micro-batch divided along its tokens among ranks.
+"""A micro-batch divided along its tokens among ranks.
 
-Context parallel: a rank holds every layer, and T / cp of the tokens. Only attention looks at the others': it gathers keys and
-values, and sees what a mask of its own rows allows. To Megatron these ranks are ranks of data: weights, gradients and
-optimiser state are spread over them as over those. Each embeds all media; the gradients of what it does not hold are 0.
-Sequence parallel (2205.05198): ranks of a tensor-parallel group divide the tokens between their layers once more. Linear
-layers gather and scatter by themselves; norms are of each token alone, their gradients are added up over the group.
+Context parallel, of packed ones: a rank holds every layer, and T / cp of the tokens. Only attention looks at the others': it
+gathers keys and values, and sees what a mask of its own rows allows. To Megatron these ranks are ranks of data: weights, gradients
+and optimiser state are spread over them as over those. Each embeds all media; the gradients of what it does not hold are 0.
+Sequence parallel (2205.05198): ranks of a tensor-parallel group divide the tokens, of padded micro-batches the columns, between
+their layers once more. Linear layers gather and scatter by themselves; norms are of each token alone, their gradients are added
+up over the group.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from omnifleet_trainer.policy.packing import Packing, parameters
 
 
 class Division:
-    """This rank's part of every packed micro-batch. Collective to make, on all ranks of the world."""
+    """This rank's part of every micro-batch. Collective to make, on all ranks of the world."""
 
     def __init__(self, parallel: ParallelConfig, rank: int) -> None:
         self._parts, self._part = parallel.cp, rank // parallel.tp % parallel.cp
         self._between = parallel.sp
         self._tp, self._tp_rank = parallel.tp, rank % parallel.tp
         self.multiple = parallel.cp * (parallel.tp if parallel.sp else 1)
-        """What the number of tokens of a pack is made a multiple of."""
+        """What the number of tokens of a pack, or of columns of a padded micro-batch, is made a multiple of."""
         self.group: Any = None
         """Of the ranks that share a sequence; None if this one has it whole."""
         for first in range(parallel.world if parallel.cp > 1 else 0):
@@ -46,7 +47,7 @@ class Division:
         return values.tensor_split(self._parts, dim)[self._part]
 
     def between(self, hidden: Tensor) -> Tensor:
-        """[T / cp, 1, H] as the first layer takes them."""
+        """[T / cp, 1, H], or padded [S, B, H], as the first layer takes them."""
         if not self._between:
             return hidden
         from megatron.core import tensor_parallel
@@ -55,22 +56,21 @@ class Division:
         return scattered
 
     def own(self, values: Tensor) -> Tensor:
-        """[T, ..] of the tokens that this rank has between its layers."""
+        """[T, ..], or padded [S, ..], of what this rank has between its layers."""
         part = self.part(values, 0)
         return part.tensor_split(self._tp)[self._tp_rank] if self._between else part
 
     def features(self, marks: Tensor, layers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """marks [1, T] of the tokens that features stand for, features [features, H] of several layers, in the pack's order:
-        those of the tokens that this rank has between layers."""
-        splits = self._parts * (self._tp if self._between else 1)
-        index = self._part * (self._tp if self._between else 1) + (self._tp_rank if self._between else 0)
-        chunks = marks.tensor_split(splits, 1)
-        counts = [int(chunk.sum()) for chunk in chunks]
+        """marks [B, S] of the tokens that features stand for, B = 1 of a pack; features [features, H] of several layers, in the
+        order of those: of the tokens that this rank has between layers."""
         if self._between:  # each rank of the group uses others of the same features
             from megatron.core import tensor_parallel
 
             layers = [tensor_parallel.copy_to_tensor_model_parallel_region(layer) for layer in layers]
-        return chunks[index], [torch.split(layer, counts)[index] for layer in layers]
+        numbers = (marks.flatten().cumsum(0) - 1).view_as(marks)
+        mine, which = (self.own(values.transpose(0, 1)).transpose(0, 1) for values in (marks, numbers))
+        chosen = which[mine]
+        return mine, [layer[chosen] for layer in layers]
 
     def mask(self, packing: Packing) -> Tensor | None:
         """[T / cp, T] bool: what each of this rank's tokens may look at. None if the pack is whole here."""

@@ -61,6 +61,8 @@ class RankPolicy(ABC):
     _mixture: Mixture
     _packs = False
     """Whether a micro-batch is bounded by its tokens alone, not by its padded ones."""
+    _multiple = 1
+    """What the padded length of a micro-batch is made a multiple of."""
 
     def __init__(
         self,
@@ -265,7 +267,7 @@ class RankPolicy(ABC):
 
         micros = self._peers.together(prepare)
         for part in micros if not self._peers.alone else ():
-            part += [idle(self._device)] * (self._peers.most(len(part)) - len(part))
+            part += [idle(self._device, self._multiple)] * (self._peers.most(len(part)) - len(part))
         return micros
 
     def _collate(self, batch: StepBatch, rows: Sequence[int]) -> list[MicroBatch]:
@@ -274,6 +276,7 @@ class RankPolicy(ABC):
             rows,
             micro_batch_tokens=self._trainer.micro_batch_tokens,
             contract=self._vision.contract,
+            multiple=self._multiple,
             advantage_clip=self._objective.advantage_clip,
             packed=self._packs,
             cached=self._vision.frozen,

@@ -64,6 +64,12 @@ class MegatronQwen25VL:
 
     def logits(self, arguments: dict[str, Any]) -> Tensor:
         """[B, S, V] of the positions that reach the head; of a stage before the last its hidden states, [S, B, H]."""
+        embeds = arguments["decoder_input"]
+        if embeds is not None:
+            embeds = self.division.between(embeds)
+        return self._decoded(arguments | {"decoder_input": embeds} | self._features(arguments, None))
+
+    def _decoded(self, arguments: dict[str, Any]) -> Tensor:
         logits: Tensor = self._model.language_model(**{"input_ids": None, "attention_mask": None} | arguments)
         return logits
 
@@ -74,14 +80,14 @@ class MegatronQwen25VL:
             packed = division.part(packing.packed(embeds.transpose(0, 1)))
             embeds = division.between(packed.transpose(0, 1).contiguous())
         places = torch.stack([division.part(packing.packed(axis)) for axis in arguments["position_ids"]])
-        return self.logits(
+        return self._decoded(
             {
                 "decoder_input": embeds,
                 "position_ids": places,
                 "attention_mask": division.mask(packing),
                 "packed_seq_params": division.parameters(packing),
             }
-            | self._packed_features(arguments, packing)
+            | self._features(arguments, packing)
         )
 
     def hidden(self, arguments: dict[str, Any], packing: Packing | None) -> Tensor:
@@ -89,7 +95,8 @@ class MegatronQwen25VL:
         sent = self.logits(arguments) if packing is None else self.packed_logits(arguments, packing)
         return sent.contiguous()
 
-    def _packed_features(self, arguments: dict[str, Any], packing: Packing) -> dict[str, Any]:
+    def _features(self, arguments: dict[str, Any], packing: Packing | None) -> dict[str, Any]:
+        """What inner layers are fed, of this rank's tokens."""
         return {}
 
 
@@ -109,10 +116,11 @@ class MegatronQwen3VL(MegatronQwen25VL):
             "deepstack_visual_embeds": inner,
         }
 
-    def _packed_features(self, arguments: dict[str, Any], packing: Packing) -> dict[str, Any]:
+    def _features(self, arguments: dict[str, Any], packing: Packing | None) -> dict[str, Any]:
         if "visual_pos_masks" not in arguments:
             return {}
-        marks = packing.packed(arguments["visual_pos_masks"])
+        marks = arguments["visual_pos_masks"]
+        marks = marks if packing is None else packing.packed(marks)
         marks, inner = self.division.features(marks, arguments["deepstack_visual_embeds"])  # in prompt order
         return {"visual_pos_masks": marks, "deepstack_visual_embeds": inner}
 
