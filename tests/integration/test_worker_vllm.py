@@ -341,10 +341,10 @@ async def test_RPC_03_a_caller_that_goes_leaves_nothing_running_in_the_engine(li
         else:
             with pytest.raises(OmnifleetError) as late:
                 await on.rollout.generate(
-                    prompt_token_ids=on.prompt(), sampling=many, identity=WHO, deadline_s=1
+                    prompt_token_ids=on.prompt(), sampling=many, identity=WHO, deadline_s=0.5
                 )
             assert late.value.reason is Reason.DEADLINE
-        for _ in range(20):  # a few engine steps each; replies that went on would take hundreds
+        for _ in range(8):  # a few engine steps each; replies that went on would take hundreds
             await on.generate(n=ENGINE["max_num_seqs"], max_tokens=3, ignore_eos=True)
             if not await on.counter("requests_running"):
                 break
