@@ -1,7 +1,8 @@
 """Bridge's Nemotron Omni without Transformer Engine, and of any size.
 
 Checked with megatron-core 0.19.2 and megatron-bridge 0.6.2. Its provider names Transformer Engine's layers in four places and
-the sizes of RADIO ViT-H in one; megatron-core's hybrid block names one layer more. Inside `building()` these are local
+the sizes of RADIO ViT-H in one; megatron-core's hybrid block names one layer more. Its squared ReLU is compiled for one number of
+tokens after another, and saves other tensors when a layer is computed again. Inside `building()` these are local
 layers with attention by torch, the sizes of the checkpoint, and the exact GELU that transformers and vLLM take
 (Bridge takes an approximation of it). Mamba layers ask CUDA's generator, which a CPU lacks, for their first weights.
 """
@@ -30,19 +31,24 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: F401  (the spec names it)
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from omnifleet_trainer.compat.mamba import stand_ins
-from omnifleet_trainer.compat.megatron_layers import TorchCoreAttention
+from omnifleet_trainer.compat.megatron_layers import SequenceNorm, TorchCoreAttention
 
 LARGEST = 2048
 """Pixels of the largest side that Bridge's tower has embeddings of places for."""
 
 
-class NormedColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """A linear layer with a norm before it, in one module and under the names that Bridge's maps know."""
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2, not compiled."""
+    return F.relu(x).square()
+
+
+class RmsLayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """A linear layer with a norm before it, in one module and under the names that Bridge's maps know. By its own name they know
+    that the norm is whole on each rank."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **more: Any) -> None:
         super().__init__(input_size, output_size, config=config, **more)
@@ -66,7 +72,7 @@ def hybrid_spec(experts: int | None) -> Any:
         "mamba_layer": ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(
-                norm=WrappedTorchNorm,
+                norm=SequenceNorm,
                 mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
                 mamba_bda=get_bias_dropout_add,
             ),
@@ -74,7 +80,7 @@ def hybrid_spec(experts: int | None) -> Any:
         "attention_layer": ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm,
+                input_layernorm=SequenceNorm,
                 self_attention=ModuleSpec(
                     module=SelfAttention,
                     params={"attn_mask_type": AttnMaskType.causal},
@@ -86,7 +92,7 @@ def hybrid_spec(experts: int | None) -> Any:
         "mlp_layer": ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm,
+                pre_mlp_layernorm=SequenceNorm,
                 mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(**linear)),
                 mlp_bda=get_bias_dropout_add,
             ),
@@ -96,7 +102,7 @@ def hybrid_spec(experts: int | None) -> Any:
         parts["moe_layer"] = ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm,
+                pre_mlp_layernorm=SequenceNorm,
                 mlp=get_moe_module_spec(use_te=False, num_experts=experts, moe_grouped_gemm=False),
                 mlp_bda=get_bias_dropout_add,
             ),
@@ -126,13 +132,14 @@ def building(vision: Any, experts: int | None) -> Iterator[None]:
         spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
         return spec
 
-    projector = MLPSubmodules(linear_fc1=NormedColumnLinear, linear_fc2=RowParallelLinear)
+    projector = MLPSubmodules(linear_fc1=RmsLayerNormColumnParallelLinear, linear_fc2=RowParallelLinear)
     changes = [
         (provider, "hybrid_stack_spec", hybrid_spec(experts)),
         (provider, "get_vit_layer_with_transformer_engine_spec", tower_spec),
         (provider, "get_language_mlp_submodules", lambda _: projector),
         (provider.NemotronOmniModelProvider, "_build_vision_config", sized),
-        (hybrid_block, "TENorm", WrappedTorchNorm),
+        (provider, "squared_relu", squared_relu),
+        (hybrid_block, "TENorm", SequenceNorm),
     ]
     if not torch.cuda.is_available():
         changes += [

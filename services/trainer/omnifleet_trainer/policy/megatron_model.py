@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from omnifleet.config.parallel import ParallelConfig
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_trainer.compat import megatron as compat
-from omnifleet_trainer.policy.megatron_nemotron import HYBRID, building, check_hybrid, constants
+from omnifleet_trainer.policy.megatron_nemotron import HYBRID, building, check_hybrid, constants, sizes
 
 _SHOWN = 6
 # Kernels that need CUDA, and habits of pre-training: parts frozen by default, losses of its own, vocabularies padded.
@@ -51,7 +52,7 @@ class Built:
     weight of all stages. float_tasks: the same for float32 tensors of those shapes. read_tasks: for what is read into this
     rank's weights, copies among them that the last stage holds too, under its own name. Each with mappings of its own: one
     remembers the dtype of what other stages sent, and does not ask them what it found out alone. config: of transformers.
-    passive: tensors of the checkpoint that no model holds."""
+    passive: tensors of the checkpoint that no model holds. experts: of a layer, on each rank."""
 
     bridge: Any
     model: Any
@@ -61,6 +62,11 @@ class Built:
     read_tasks: Sequence[Any]
     config: Any
     passive: Sequence[str]
+    experts: int
+
+    def exported_by(self, task: Any) -> tuple[str, ...]:
+        """See `exported_by`."""
+        return exported_by(task, self.experts)
 
     @property
     def half(self) -> bool:
@@ -101,10 +107,13 @@ def _build(
     held = {name: shape for name, shape in shapes.items() if name not in passive}
     if hybrid:
         check_hybrid(config, parallel)
-        _check_hybrid_too(parallel, dtype)
+        _check_mixture("moe" in config.text_config.layers_block_type, parallel)
+        for part, name, size, fields in sizes(config, parallel):
+            _check_divides(part, parallel, ((name, size, fields),))
         config.llm_config = config.text_config  # Bridge knows it by the name that published configs have
+        config.audio_config = None  # no sound is trained on
     else:
-        _check_mixture(config.text_config, parallel)
+        _check_mixture(getattr(config.text_config, "num_experts", 0) > 0, parallel)
         _check_divides(config.text_config, parallel)
         if config.model_type != "qwen2_5_vl":  # whose tower is not divided
             _check_divides(config.vision_config, parallel, (("tp", parallel.tp, ("num_heads",)),))
@@ -123,7 +132,11 @@ def _build(
         "use_cpu_initialization": cpu,
         "moe_shared_expert_overlap": False,
     }
-    if not hybrid:
+    if hybrid:
+        from omnifleet_trainer.compat.megatron_hybrid import squared_relu
+
+        settings["activation_func"] = squared_relu
+    else:
         settings["transformer_layer_spec"] = layers.language_spec
         # Bridge leaves the section of the published sizes, whatever the config says.
         settings["mrope_section"] = config.text_config.rope_parameters["mrope_section"]
@@ -133,9 +146,11 @@ def _build(
     minutes = math.ceil(parallel.timeout_s / 60)
     provider.initialize_model_parallel(seed=None if cpu else 0, distributed_timeout_minutes=minutes)
 
+    experts = (provider.num_moe_experts or 0) // parallel.ep
+
     def prepare(chunks: list[Any]) -> list[Any]:
         tasks = bridge.get_conversion_tasks(chunks)
-        _freeze(chunks[0], [*tasks, *_copies(chunks[0], tasks)], held, frozen)
+        _freeze(chunks[0], [*tasks, *_copies(chunks[0], tasks)], held, frozen, experts)
         for weight in chunks[0].parameters():  # buffers (the tower's frequencies) stay as wide as they are
             weight.data = weight.data.to(dtype)
         return chunks
@@ -159,7 +174,7 @@ def _build(
     model.eval()  # no dropout separates the logprobs of two passes
     tasks, float_tasks, read_tasks = (bridge.get_conversion_tasks([model]) for _ in range(3))
     read_tasks = [*read_tasks, *_copies(model.module, read_tasks)]
-    return Built(bridge, model, model.module, tasks, float_tasks, read_tasks, config, passive)
+    return Built(bridge, model, model.module, tasks, float_tasks, read_tasks, config, passive, experts)
 
 
 def fused_names(tasks: Sequence[Any]) -> dict[str, tuple[str, ...]]:
@@ -171,6 +186,22 @@ def held_by(task: Any) -> tuple[str, ...]:
     """Names of the checkpoint's weights that one weight of Megatron, of whichever rank, holds (a part of)."""
     held = task.mapping.hf_param
     return (held,) if isinstance(held, str) else tuple(held.values())
+
+
+def exported_by(task: Any, experts: int) -> tuple[str, ...]:
+    """Names of the checkpoint's weights that an export of the task gives: of an expert, where a rank has `experts` of a layer,
+    also those that stand in its place on the other ranks."""
+    names = held_by(task)
+    if not task.mapping.is_expert or task.mapping.ep_size == 1:
+        return names
+
+    def on(rank: int, name: str) -> str:
+        return re.sub(
+            r"experts\.(\d+)", lambda found: f"experts.{int(found[1]) % experts + rank * experts}", name
+        )
+
+    ranks = range(task.mapping.ep_size)
+    return tuple(dict.fromkeys(on(rank, name) for name in names for rank in ranks))
 
 
 def _copies(core: Any, tasks: Sequence[Any]) -> list[Any]:
@@ -207,26 +238,14 @@ def _check_divides(
                 )
 
 
-def _check_mixture(config: Any, parallel: ParallelConfig) -> None:
+def _check_mixture(mixture: bool, parallel: ParallelConfig) -> None:
     """Without sequence parallelism every rank of a tensor-parallel group would give the experts the same tokens."""
-    if parallel.tp > 1 and not parallel.sp and getattr(config, "num_experts", None):
+    if mixture and parallel.tp > 1 and not parallel.sp:
         raise invalid(
             "a mixture of experts with tp > 1 needs sequence parallelism: set sp = true",
             knob="trainer.parallel.sp",
             reason=Reason.INVALID_CONFIG,
         )
-
-
-def _check_hybrid_too(parallel: ParallelConfig, dtype: torch.dtype) -> None:
-    """Layers with a state run over a whole sequence, and keep a part of their weights in float32."""
-    for refused, knob, how in (
-        (parallel.cp > 1 or parallel.sp, "trainer.parallel", "sequences that are whole on a rank"),
-        (dtype != torch.float32, "trainer.dtype", "weights of float32"),
-    ):
-        if refused:
-            raise OmnifleetError(
-                Reason.UNSUPPORTED, f"the megatron backend takes Nemotron Omni with {how}", knob=knob
-            )
 
 
 def _check_inner(config: Any, parallel: ParallelConfig) -> None:
@@ -241,9 +260,13 @@ def _check_inner(config: Any, parallel: ParallelConfig) -> None:
         )
 
 
-def _freeze(core: Any, tasks: Sequence[Any], shapes: Mapping[str, Any], frozen: set[str]) -> None:
-    names = fused_names(tasks)
-    held = {name for task in tasks for name in held_by(task)}
+def _freeze(
+    core: Any, tasks: Sequence[Any], shapes: Mapping[str, Any], frozen: set[str], experts: int
+) -> None:
+    names = {
+        task.param_name: exported_by(task, experts) for task in tasks if task.megatron_module is not None
+    }
+    held = {name for task in tasks for name in exported_by(task, experts)}
     tied = {"lm_head.weight"} - set(shapes)
     missing, extra = sorted(set(shapes) - held), sorted(held - set(shapes) - tied)
     if missing or extra:
@@ -257,7 +280,7 @@ def _freeze(core: Any, tasks: Sequence[Any], shapes: Mapping[str, Any], frozen: 
         fixed = [source in frozen for source in names[name]]
         if any(fixed) != all(fixed):
             raise invalid(
-                f"model.freeze fixes a part of {', '.join(names[name])}, which Megatron holds as one weight: name all or none",
+                f"model.freeze fixes a part of {', '.join(names[name])}, which are one weight to Megatron or ep: name all or none",
                 knob="model.freeze",
                 reason=Reason.INVALID_CONFIG,
             )

@@ -16,34 +16,47 @@ HYBRID = "nemotron_h_omni"
 
 
 def constants(names: Iterable[str]) -> list[str]:
-    """Tensors of a checkpoint that Bridge's model does not hold; they are handed on as they are."""
-    patterns = (*NemotronOmni.passive, "*.summary_idxs")
+    """Tensors of a checkpoint that Bridge's model, without a sound branch, does not hold; they are handed on as they are."""
+    patterns = (*NemotronOmni.passive, "*.summary_idxs", "sound_encoder.*", "sound_projection.*")
     return sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def check_hybrid(config: Any, parallel: ParallelConfig) -> None:
-    """Raises OmnifleetError(UNSUPPORTED) for what was never made to work: see `LARGEST`, and ranks but of data."""
+    """Raises OmnifleetError(UNSUPPORTED) for what was never made to work: see `LARGEST`, stages, and a sequence that ranks share
+    throughout, where a state goes through it."""
     from omnifleet_trainer.compat.megatron_hybrid import LARGEST
 
     refusals = [
-        (
-            parallel.tp > 1 or parallel.pp > 1 or parallel.ep > 1,
-            "trainer.parallel",
-            "data-parallel ranks alone",
-        ),
+        (parallel.pp > 1, "trainer.parallel.pp", "all layers on a rank"),
+        (parallel.cp > 1, "trainer.parallel.cp", "sequences that are whole on a rank"),
         (
             config.vision_config.max_img_size != LARGEST,
             "model.path",
             f"pictures of up to {LARGEST} pixels a side",
         ),
         (config.text_config.num_nextn_predict_layers > 0, "model.path", "models that predict one token"),
-        (config.audio_config is not None, "model.path", "models without a sound branch"),
     ]
     for refused, knob, what in refusals:
         if refused:
             raise OmnifleetError(
                 Reason.UNSUPPORTED, f"the megatron backend takes Nemotron Omni with {what}", knob=knob
             )
+
+
+def sizes(config: Any, parallel: ParallelConfig) -> list[tuple[Any, str, int, tuple[str, ...]]]:
+    """(part of the config, knob of `parallel`, its size, fields that it must divide). A key that several queries share may be on
+    several ranks."""
+    text, layers = config.text_config, config.text_config.layers_block_type
+    fields = ["num_attention_heads", "mamba_num_heads", "n_groups", "vocab_size"]
+    if text.num_key_value_heads > parallel.tp:
+        fields.append("num_key_value_heads")
+    fields += ["intermediate_size"] * ("mlp" in layers)
+    fields += ["moe_shared_expert_intermediate_size"] * ("moe" in layers)
+    return [
+        (text, "tp", parallel.tp, tuple(fields)),
+        (text, "ep", parallel.ep, ("n_routed_experts",)),
+        (config.vision_config, "tp", parallel.tp, ("num_attention_heads",)),
+    ]
 
 
 @contextlib.contextmanager

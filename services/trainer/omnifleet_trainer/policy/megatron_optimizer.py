@@ -95,7 +95,8 @@ class MegatronOptimizer(Optimizer):
         kept = kept or Kept()
         tasks = [task for task in self._built.float_tasks if self._trains(task)]
         tensors: dict[str, Tensor] = {}
-        updates = {name: self._updates() for task in tasks for name in held_by(task)} if self._began() else {}
+        held = [name for task in tasks for name in self._built.exported_by(task)]
+        updates = {name: self._updates() for name in held} if self._began() else {}
         for moment in MOMENTS if updates else ():
             for name, tensor in self._exported(moment, tasks):
                 if name in updates and (copy := kept(tensor)) is not None:
@@ -105,8 +106,8 @@ class MegatronOptimizer(Optimizer):
 
     def load(self, folder: Path) -> None:
         """See `Optimizer`."""
-        own = {name for task in self._built.tasks if self._trains(task) for name in held_by(task)}
-        body = check_moments(folder, own)
+        held = [self._built.exported_by(task) for task in self._built.tasks if self._trains(task)]
+        body = check_moments(folder, {name for names in held for name in names})
         for chained in self._chained:
             chained.optimizer.state.clear()
         for moment in MOMENTS if body["updates"] else ():

@@ -21,11 +21,15 @@ from omnifleet_trainer.batch.samples import Segment
 from omnifleet_trainer.policy.families.nemotron import arranged, joined, media_contract
 from omnifleet_trainer.policy.families.port import Layout
 from omnifleet_trainer.policy.families.qwen import scattered
+from omnifleet_trainer.policy.megatron_sequence import Division
 from omnifleet_trainer.policy.packing import Packing
 
 
 class MegatronNemotron:
     """`Family` over Bridge's Nemotron Omni. config: of transformers."""
+
+    division: Division
+    """How micro-batches lie on ranks; set once it is known."""
 
     def __init__(self, model: Any, config: Any) -> None:
         self._model = model.llava_model
@@ -77,7 +81,7 @@ class MegatronNemotron:
             max_seqlen_kv=longest,
         )
         hidden = tower(
-            torch.cat(tiles)[None],
+            torch.cat(tiles)[None].to(tower.embedder.weight.dtype),
             imgs_sizes=torch.tensor(sizes),
             packed_seq_params=packed,
             num_frames=counts,
@@ -103,7 +107,10 @@ class MegatronNemotron:
     def logits(self, arguments: dict[str, Any]) -> Tensor:
         """[B, S, V] of the positions that reach the head."""
         logits: Tensor = self._model.language_model(
-            input_ids=None, position_ids=None, attention_mask=None, **arguments
+            input_ids=None,
+            position_ids=None,
+            attention_mask=None,
+            **arguments | {"decoder_input": self.division.between(arguments["decoder_input"])},
         )
         return logits
 
