@@ -113,7 +113,8 @@ def with_tower_heads(source: Path, heads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "words"), [({"tp": 4}, "n_groups"), ({"pp": 2}, "all layers"), ({"tp": 2}, "set sp = true")]
+    ("parallel", "words"),
+    [({"tp": 4, "sp": True}, "n_groups"), ({"pp": 2}, "all layers"), ({"tp": 2}, "set sp = true")],
 )
 def test_ranks_that_megatron_cannot_give_a_part_are_refused(
     parallel: dict[str, Any], words: str, tmp_path: Path
