@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,3 +74,15 @@ def invalid(message: str, *, knob: str = "", reason: Reason = Reason.INVALID_REQ
 def retryable(reason: Reason, message: str, *, knob: str = "", retry_after_ms: int = 0) -> OmnifleetError:
     """A passing condition: the same call may succeed later or on another worker."""
     return OmnifleetError(reason, message, retryable=True, knob=knob, retry_after_ms=retry_after_ms)
+
+
+@contextmanager
+def room_for(knob: str) -> Iterator[None]:
+    """Raises OmnifleetError(DISK_FULL) in place of what the system says of a full disk or quota. knob: sets the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" for {error.filename}" if error.filename else ""
+        raise OmnifleetError(Reason.DISK_FULL, f"the disk is full: no room{where}", knob=knob) from error

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from omnifleet.auth import Tokens
 from omnifleet.config.base import StrictModel, config_error
 from omnifleet.config.load import apply_overrides
-from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.errors import OmnifleetError, Reason, retryable, room_for
 from omnifleet.wire.server import INSTANCE
 
 Section = TypeVar("Section", bound=StrictModel)
@@ -148,7 +148,7 @@ def run_to_exit(
     loop_factory: the event loop, asyncio's own by default.
     """
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with room_for("run.root"), asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(main)
     except OmnifleetError as error:
         print(f"omnifleet: {error}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -52,7 +53,8 @@ def demo(
     try:
         _say(
             "3/5",
-            f"training: {recipe.trainer.steps} steps; beside it try `omnifleet status`, `omnifleet fleet scale 3`",
+            f"training: {recipe.trainer.steps} steps; beside it, in a second terminal, try {_activated()}`omnifleet status`, "
+            "`omnifleet fleet scale 3`",
         )
         _train(run_dir, recipe)
         keep_counters(run_dir)  # before the control, whose first refit begins a new encoder epoch
@@ -64,6 +66,11 @@ def demo(
     finally:
         stop_services(run_dir)
     console.print(report, soft_wrap=True)
+
+
+def _activated() -> str:
+    """What makes the command known to a shell that does not find it."""
+    return "" if shutil.which("omnifleet") else f"`source {sys.prefix}/bin/activate`, "
 
 
 def _say(number: str, what: str) -> None:

@@ -11,7 +11,7 @@ import typer
 
 import omnifleet
 from omnifleet.cli import config, demo, fleet, report, run
-from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.errors import OmnifleetError, Reason, room_for
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -90,7 +90,8 @@ def _broken(point: EntryPoint, error: ImportError) -> Any:
 def main() -> None:
     """Entry point: typed errors end with one clear line and status 2."""
     try:
-        whole_app()()
+        with room_for("run.root"):
+            whole_app()()
     except OmnifleetError as error:
         print(f"omnifleet: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -34,11 +34,11 @@ class Run:
         self.processes: dict[str, asyncio.subprocess.Process] = {}
 
     async def start(self, name: str, command: str, *options: str) -> ServiceRecord:
-        """Start a process and wait for its record."""
+        """Start a process and wait for its record: beside five busy engines on two cores a real one takes minutes."""
         self.processes[name] = process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", command, "serve", "--run-dir", str(self.path), *options
         )
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while True:
                 record = read_records(self.path).get(name)
                 if record is not None and record.pid == process.pid:
@@ -79,7 +79,7 @@ async def running(path: Path) -> AsyncIterator[Run]:
 
 async def seen(fleet: FleetClient, condition: Callable[[FleetView], bool]) -> FleetView:
     """Watch until a snapshot fits."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         async for view in fleet.watch(include_gone=True):
             if condition(view):
                 return view

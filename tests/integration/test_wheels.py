@@ -1,4 +1,4 @@
-"""The five wheels work away from this repository, and each declares what it imports."""
+"""The six wheels work away from this repository, and each declares what it imports."""
 
 import ast
 import email

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
+import json
+import math
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from omnifleet.cli import demo
 from omnifleet.cli.main import app
 from omnifleet.cli.run import check_ports
 from omnifleet.cli.where import find_run
 from omnifleet.config import load_recipe
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.service import run_to_exit
+
+entry = importlib.import_module("omnifleet.cli.main")  # the package names its function alike
 
 
 @pytest.mark.parametrize("field", ["media.listen", "gateway.http_listen", "trainer.listen"])
@@ -53,3 +64,62 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(
     ):
         find_run("x")
     assert find_run("") == tmp_path / "runs" / "newest" and find_run("a").name == "a"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_line_whoever_meets_it(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write() -> None:
+        raise OSError(number, os.strerror(number), "runs/x/recipe.yaml")
+
+    async def serve() -> None:
+        write()
+
+    monkeypatch.setattr(entry, "whole_app", lambda: write)
+    for command in (entry.main, lambda: run_to_exit(serve())):
+        with pytest.raises(SystemExit) as caught:
+            command()
+        assert caught.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "disk_full" in line and "runs/x/recipe.yaml" in line and "run.root" in line
+
+
+def test_other_faults_of_a_file_are_not_called_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(entry, "whole_app", lambda: read)
+    with pytest.raises(PermissionError):
+        entry.main()
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every visible command under `command`, with its path."""
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        if not child.hidden:
+            yield from commands(child, (*path, name))
+
+
+def test_every_command_and_option_says_what_it_is_for() -> None:
+    found = list(commands(typer.main.get_command(entry.whole_app())))
+    assert len(found) > 30
+    silent = [" ".join(path) for path, command in found if not command.help]
+    silent += [
+        " ".join((*path, parameter.opts[0]))
+        for path, command in found
+        for parameter in command.params
+        if not getattr(parameter, "hidden", False) and not getattr(parameter, "help", None)
+    ]
+    assert silent == []
+
+
+def test_the_demo_says_what_its_warm_start_took_and_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"seconds": 61.2, "greedy": 0.53, "sampled": 0.37, "see_steps": 100, "answer_steps": 23}
+    (tmp_path / "warmstart.json").write_text(json.dumps(told))
+    demo._say_warm_start(tmp_path, since=math.inf)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "123 supervised steps in 61 s, held-out reward 0.53 greedy, 0.37 sampled" in said

@@ -137,10 +137,16 @@ def convert_videos(
         str, typer.Option(help="Agent of rows that name none; default: by their verifier.")
     ] = "",
     system_prompt: Annotated[str, typer.Option(help="Put before each question; default: none.")] = "",
-    skip_rows_without_video: bool = False,
-    skip_missing_local_videos: bool = False,
+    skip_rows_without_video: Annotated[
+        bool, typer.Option(help="Leave out rows that name no clip; else they are an error.")
+    ] = False,
+    skip_missing_local_videos: Annotated[
+        bool, typer.Option(help="Leave out rows whose clip is not on this disk; else they are an error.")
+    ] = False,
     max_rows: Annotated[int, typer.Option(min=0, help="0 = all.")] = 0,
-    deduplicate_prompts: bool = True,
+    deduplicate_prompts: Annotated[
+        bool, typer.Option(help="Keep the first of rows with the same question and clip.")
+    ] = True,
     several: Several = False,
 ) -> None:
     """Turn a plain table of questions about clips into the gym's rows. The first bad row ends it, by its line."""
