@@ -6,21 +6,35 @@ cd "$(dirname "$0")/.."
 
 if [ "${1:-}" = soak ]; then
     marked="soak and not gpu"
-    # Chaos mostly waits, policies mostly compute.
+    # Chaos mostly waits, policies mostly compute. Those have a process a file: worlds of ranks leave gloo's threads behind, 2,300
+    # of them in one process, which then spends a third of its time in the kernel.
     first=(tests/chaos tests/unit tests/contract tests/integration "--ignore-glob=*/integration/test_policy_*")
     second=(tests/integration/test_policy_*.py)
+    apart=1
 else
     marked="not soak and not gpu"
     first=(tests/chaos tests/integration)
     second=(tests/unit tests/contract)
 fi
-pytest=(.venv/bin/python -m pytest -m "$marked")
-log=$(mktemp)
-trap 'kill "$beside" 2>/dev/null; rm -f "$log"' EXIT
-
 # A shell's background jobs ignore SIGINT, and so would what the tests start.
-env --default-signal=INT "${pytest[@]}" "${second[@]}" >"$log" 2>&1 &
+pytest=(env --default-signal=INT .venv/bin/python -m pytest -m "$marked")
+log=$(mktemp)
+trap 'kill -- "-$beside" 2>/dev/null; rm -f "$log"' EXIT
+
+other_lane() {
+    [ -n "${apart:-}" ] || exec "${pytest[@]}" "${second[@]}"
+    local status=0
+    for file in "${second[@]}"; do
+        "${pytest[@]}" "$file"
+        case $? in 0 | 5) ;; *) status=1 ;; esac # 5: none of its tests is of this kind
+    done
+    return $status
+}
+
+set -m # a group of its own, so that all of it ends with this script
+other_lane >"$log" 2>&1 &
 beside=$!
+set +m
 "${pytest[@]}" "${first[@]}"
 first_status=$?
 wait "$beside"
