@@ -88,7 +88,8 @@ class Load:
 
 @dataclass
 class Rolling:
-    """Rounds of refits. made: the versions that some worker committed; cut: refits whose worker was killed in them."""
+    """Rounds of refits. made: the versions that some worker committed; cut: refits whose worker was killed in them.
+    met: as many commits as there are workers."""
 
     fleet: FleetClient
     secret: str
@@ -97,6 +98,7 @@ class Rolling:
     made: set[WeightVersion] = field(default_factory=set)
     commits: int = 0
     cut: int = 0
+    met: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def roll(self, over: asyncio.Event) -> None:
         """A round each EVERY_S until it is over."""
@@ -131,6 +133,8 @@ class Rolling:
                 self.cut += 1
                 return
         self.commits += 1
+        if self.commits >= WORKERS:
+            self.met.set()
         self.made.add(version_from_wire(done.version))
 
 
@@ -174,12 +178,11 @@ async def storm(
             over, load = asyncio.Event(), Load(client, tokens)
             rolling = Rolling(fleet, run.tokens.secret(Scope.TRAINER), shm, write)
             async with asyncio.TaskGroup() as group:
-                refits = group.create_task(rolling.roll(over))
+                group.create_task(rolling.roll(over))
                 for lane in range(REQUESTS):
                     group.create_task(load.lane(lane, over, check))
                 killed = await kill_five_times(run, fleet, begin)
-                while rolling.commits < WORKERS and not refits.done():  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
+                await rolling.met.wait()  # a round that fails ends the group, and this wait
                 over.set()
     print(
         f"killed {killed}: {load.asked} asked, {load.answered} answered, of which {load.moved} by more than one worker; "

@@ -17,6 +17,7 @@ from omnifleet_trainer.tiny.checkpoint import write_checkpoint
 from omnifleet_trainer.tiny.families import MODELS
 from omnifleet_trainer.tiny.mixture import write_mixture
 from tests.child_result import result_of
+from tests.gpu.missed_weights import MISSED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,17 +30,16 @@ FAMILIES: dict[str, tuple[Callable[[Path], None], str]] = {
 } | {"qwen3_vl_moe": (write_mixture, "Qwen3VLMoeForConditionalGeneration")}
 """How each is written, and the class that vLLM is to take for it."""
 
-ENGINE = """
-import json, os, sys
+ENGINE = (
+    MISSED
+    + """import json, os, sys
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
                "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def main():
     import numpy
-    import torch
     from PIL import Image
-    from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
     folder, dtype = sys.argv[1], sys.argv[2]
@@ -48,13 +48,6 @@ def main():
     engine = LLM(model=folder, dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=8,
                  kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False, skip_mm_profiling=True,
                  limit_mm_per_prompt={"image": 1, "video": 0}, logprobs_mode="raw_logprobs")
-
-    def missed(model):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))
-            model.load_weights(iter(load_file(folder + "/model.safetensors").items()))
-        return [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
 
     banned = dict.fromkeys([*ids, config["video_token_id"]], -100.0)
     drawn = SamplingParams(temperature=1.0, max_tokens=64, logprobs=0, ignore_eos=True, n=8, seed=1, logit_bias=banned)
@@ -85,6 +78,7 @@ def main():
 
 main()
 """
+)
 
 
 def mean_error(model: Any, said: dict[str, Any], arguments: dict[str, Any]) -> float:

@@ -17,6 +17,7 @@ from omnifleet_trainer.policy.group import ALONE
 from omnifleet_trainer.policy.job import Job, open_rank
 from omnifleet_trainer.tiny.hybrid import DENSE, MIXED, TOWER, write_hybrid
 from tests.child_result import result_of
+from tests.gpu.missed_weights import MISSED
 from tests.integration.family_world import close_to
 from tests.integration.nemotron_world import TEMPERATURE, batch_for, plain_logprobs
 
@@ -27,28 +28,20 @@ pytestmark = [
 ]
 PATTERNS = {"dense": DENSE, "mixture": MIXED}
 
-ENGINE = """
-import json, math, os, sys
+ENGINE = (
+    MISSED
+    + """import json, math, os, sys
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
                "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def main():
-    import torch
-    from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
     folder, overrides = sys.argv[1], json.loads(sys.argv[2])
     engine = LLM(model=folder, dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=8,
                  hf_overrides=overrides, kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False,
                  skip_mm_profiling=True, limit_mm_per_prompt={"image": 1, "video": 0}, logprobs_mode="raw_logprobs")
-
-    def missed(model):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))
-            model.load_weights(iter(load_file(folder + "/model.safetensors").items()))
-        return [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
 
     prompt = list(range(40, 90))
     drawn = SamplingParams(temperature=1.0, max_tokens=64, logprobs=0, ignore_eos=True, n=8, seed=1)
@@ -61,6 +54,7 @@ def main():
 
 main()
 """
+)
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
