@@ -29,6 +29,7 @@ class Reason(StrEnum):
     VERSION_MOVED = "version_moved"  # ABORTED, retryable: an exact bound broke during the reply
     LOGPROBS_MODE = "logprobs_mode"  # FAILED_PRECONDITION
     REFIT_REJECTED = "refit_rejected"  # FAILED_PRECONDITION: incomplete or corrupt
+    NO_ROOM = "no_room"  # RESOURCE_EXHAUSTED: no memory for a shadow; the old version serves on
     FENCED = "fenced"  # UNAVAILABLE: the worker's weights are not whole
     OVERLOADED = "overloaded"  # RESOURCE_EXHAUSTED, retryable, with retry_after_ms
     NO_WORKER = "no_worker"  # UNAVAILABLE, retryable

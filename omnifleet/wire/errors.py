@@ -29,6 +29,7 @@ STATUS: dict[Reason, grpc.StatusCode] = {
     Reason.VERSION_MOVED: grpc.StatusCode.ABORTED,
     Reason.LOGPROBS_MODE: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.REFIT_REJECTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.NO_ROOM: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.FENCED: grpc.StatusCode.UNAVAILABLE,
     Reason.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.NO_WORKER: grpc.StatusCode.UNAVAILABLE,

@@ -193,18 +193,20 @@ class NeedsReply(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankNeeds, _Mapping]]] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("manifest", "shm", "nccl", "cuda_ipc", "deadline_ms")
+    __slots__ = ("manifest", "shm", "nccl", "cuda_ipc", "deadline_ms", "in_place")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     NCCL_FIELD_NUMBER: _ClassVar[int]
     CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     shm: ShmTransport
     nccl: NcclTransport
     cuda_ipc: CudaIpcTransport
     deadline_ms: int
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., shm: _Optional[_Union[ShmTransport, _Mapping]] = ..., nccl: _Optional[_Union[NcclTransport, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcTransport, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    in_place: InFlight
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., shm: _Optional[_Union[ShmTransport, _Mapping]] = ..., nccl: _Optional[_Union[NcclTransport, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcTransport, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., in_place: _Optional[_Union[InFlight, str]] = ...) -> None: ...
 
 class StageReply(_message.Message):
     __slots__ = ("bytes", "seconds", "manifest_digest")
