@@ -10,7 +10,8 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import packages_distributions
+from email.message import Message
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -37,12 +38,19 @@ class Wheel:
         with zipfile.ZipFile(self.path) as archive:
             return archive.namelist()
 
+    def of_metadata(self, name: str) -> bytes:
+        """A file of its .dist-info folder."""
+        with zipfile.ZipFile(self.path) as archive:
+            (found,) = (n for n in archive.namelist() if n.endswith(f".dist-info/{name}"))
+            return archive.read(found)
+
+    def metadata(self) -> Message:
+        return email.message_from_bytes(self.of_metadata("METADATA"))
+
     def requires(self) -> set[str]:
         """Names of the distributions that the metadata asks for, extras included."""
-        with zipfile.ZipFile(self.path) as archive:
-            (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-            metadata = email.message_from_bytes(archive.read(name))
-        return {canonicalize_name(Requirement(text).name) for text in metadata.get_all("Requires-Dist", [])}
+        asked = self.metadata().get_all("Requires-Dist", [])
+        return {canonicalize_name(Requirement(text).name) for text in asked}
 
     def imports(self) -> Iterator[tuple[str, str]]:
         """(file, top-level module) of every absolute import, also those inside functions."""
@@ -121,6 +129,13 @@ def test_all_wheels_are_built(wheels: dict[str, Wheel]) -> None:
     assert sorted(wheels) == sorted(PACKAGES)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_carries_the_licence(wheels: dict[str, Wheel], package: str) -> None:
+    assert wheels[package].metadata().get_all("License-File") == ["LICENSE"]
+    assert wheels[package].metadata()["License-Expression"] == "Apache-2.0"
+    assert wheels[package].of_metadata("licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
 def test_packages_come_from_the_new_place(elsewhere: Path, tmp_path: Path) -> None:
     code = "import sys\nfor name in sys.argv[1:]: print(__import__(name).__file__)"
     files = run(elsewhere, tmp_path, "python", "-c", code, *PACKAGES).split()
@@ -133,6 +148,55 @@ def test_the_command_runs_and_lists_every_service(elsewhere: Path, tmp_path: Pat
     assert "Usage" in text
     missing = [word for word in (*SERVICES, "gateway", "tiny-model", "config") if word not in text]
     assert missing == []
+
+
+def installed_by(wheels: dict[str, Wheel], package: str) -> set[str]:
+    """Distributions that `pip install` of a package alone brings: no extras of ours, and what those bring in turn."""
+    ours = {canonicalize_name(name): wheel for name, wheel in wheels.items()}
+    found: set[str] = set()
+    left = [(canonicalize_name(package), "")]
+    seen = set(left)
+    while left:
+        name, extra = left.pop()
+        found.add(name)
+        texts = ours[name].metadata().get_all("Requires-Dist", []) if name in ours else requires(name) or []
+        for asked in map(Requirement, texts):
+            if asked.marker is None or asked.marker.evaluate({"extra": extra}):
+                wanted = {(canonicalize_name(asked.name), extra) for extra in ("", *asked.extras)}
+                left += wanted - seen
+                seen |= wanted
+    return found
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(","), None))  # importing one of these fails as if it were not there
+from omnifleet.cli import main
+sys.exit(main())
+"""
+ENGINES = {"torch", "vllm", "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [*((service, f"omnifleet_{service}") for service in SERVICES), ("gateway", "omnifleet_rollout")],
+)
+def test_a_service_alone_without_its_extras_explains_itself(
+    wheels: dict[str, Wheel], elsewhere: Path, tmp_path: Path, command: str, package: str
+) -> None:
+    """Neither other services nor extras are installed; and even where the engines are, help does not wait for them."""
+    there = installed_by(wheels, package)
+    brought_by = {**packages_distributions(), **{name: [name] for name in PACKAGES}}
+    absent = {
+        module
+        for module, names in brought_by.items()
+        if not {canonicalize_name(name) for name in names} & there
+    }
+    assert {"pytest", *(f"omnifleet_{service}" for service in SERVICES)} - {package} <= absent
+    text = run(
+        elsewhere, tmp_path, "python", "-c", WITHOUT, ",".join(absent | ENGINES), command, "serve", "--help"
+    )
+    assert "Usage" in text and "--run-dir" in text and "Not usable" not in text
 
 
 def test_the_recipes_are_in_the_core_wheel(wheels: dict[str, Wheel], elsewhere: Path, tmp_path: Path) -> None:
