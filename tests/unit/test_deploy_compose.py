@@ -1,5 +1,6 @@
 """docker-compose.gpu.yml says only things that are there: files, services, ports, volumes, and commands the CLI parses."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from jsonschema import Draft202012Validator
 
 from omnifleet.config import load_recipe
 
@@ -22,12 +24,8 @@ COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if "build" in service}
 LONG_RUNNING = {name: service for name, service in OURS.items() if name != "prepare"}
-# The keys of the Compose specification that this file may use; another one is a typing error until it is added here.
-SERVICE_KEYS = {
-    *("build", "image", "entrypoint", "command", "environment", "hostname", "volumes", "ports", "depends_on"),
-    *("healthcheck", "restart", "init", "ipc", "shm_size", "deploy", "stop_grace_period"),
-}
-HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
+SPECIFICATION = ROOT / "tests/schemas/compose-spec.json"
+"""As compose-spec/compose-spec on GitHub publishes it (schema/compose-spec.json, Apache-2.0), unchanged."""
 
 
 def entrypoint(service: dict[str, Any]) -> list[str]:
@@ -79,11 +77,33 @@ def test_the_services_are_those_of_the_design() -> None:
     assert set(COMPOSE) - {"name", "services", "volumes"} == {"x-service", "x-health"}
 
 
+def faults(compose: dict[str, Any]) -> list[str]:
+    """Where a file breaks the Compose specification."""
+    validator = Draft202012Validator(json.loads(SPECIFICATION.read_text()))
+    return [error.json_path for error in validator.iter_errors(compose)]
+
+
+def test_the_specification_allows_the_file() -> None:
+    assert faults(COMPOSE) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"helthcheck": {}}, "$.services.gateway"),
+        ({"healthcheck": {"test": "true", "retires": 3}}, "$.services.gateway.healthcheck"),
+        ({"depends_on": {"media": {"condition": "healthy"}}}, "$.services.gateway.depends_on"),
+        ({"restart": 1}, "$.services.gateway.restart"),
+    ],
+)
+def test_the_specification_finds_faults(change: dict[str, Any], where: str) -> None:
+    wrong = {**COMPOSE, "services": {**SERVICES, "gateway": {**SERVICES["gateway"], **change}}}
+    assert where in faults(wrong)
+
+
 @pytest.mark.parametrize("name", SERVICES)
-def test_keys_are_known(name: str) -> None:
+def test_restarts_are_chosen_and_foreign_images_pinned(name: str) -> None:
     service = SERVICES[name]
-    assert set(service) <= SERVICE_KEYS
-    assert set(service.get("healthcheck", {})) <= HEALTH_KEYS
     assert service["restart"] in ("no", "on-failure")
     if name not in OURS:
         assert re.search(r":\d+\.\d+\.\d+", service["image"])
