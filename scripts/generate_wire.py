@@ -1,6 +1,6 @@
 """Generate `omnifleet/wire/omnifleet/v1alpha` from `proto/`. Usage: generate_wire.py [OUT_DIR].
 
-The stubs are committed; tests/contract/test_wire_is_generated.py runs this into a scratch folder and compares.
+The stubs are committed; tests/contract/test_wire.py runs this into a scratch folder and compares.
 """
 
 from __future__ import annotations

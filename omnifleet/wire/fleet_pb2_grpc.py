@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class FleetStub:
-    """Missing associated documentation comment in .proto file."""
+    """Served by the gateway.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -88,10 +89,12 @@ class FleetStub:
 
 
 class FleetServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by the gateway.
+    """
 
     def Handshake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """First call of a client.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -104,13 +107,15 @@ class FleetServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Worker side: reports what the worker is, learns what it should be.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Worker side: goes on purpose. Harmless when already gone.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -123,19 +128,22 @@ class FleetServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Act(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Does one verb to one worker.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """States how many workers a pool should have. Surplus ones drain; launchers start what is missing.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Assign(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gives a pool to one run, with a quota and a priority.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -216,7 +224,8 @@ def add_FleetServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Fleet:
-    """Missing associated documentation comment in .proto file."""
+    """Served by the gateway.
+    """
 
     @staticmethod
     def Handshake(request,

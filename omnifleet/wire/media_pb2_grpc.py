@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class MediaStub:
-    """Missing associated documentation comment in .proto file."""
+    """One service for all runs of a fleet.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -108,10 +109,12 @@ class MediaStub:
 
 
 class MediaServicer:
-    """Missing associated documentation comment in .proto file."""
+    """One service for all runs of a fleet.
+    """
 
     def Handshake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """First call of a client.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -140,13 +143,15 @@ class MediaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Has(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Which contents are there.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stat(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What is known of one media object.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -159,13 +164,15 @@ class MediaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Extends a lease that has not expired; else `not_found`.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLease(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Gives a lease back. Harmless when it is gone.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -185,19 +192,22 @@ class MediaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Collect(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Removes orphans and evicts unleased content, least recently used first.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Reads contents back and compares them with their digests; wrong ones are removed.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """State, counters, facts.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -284,7 +294,8 @@ def add_MediaServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Media:
-    """Missing associated documentation comment in .proto file."""
+    """One service for all runs of a fleet.
+    """
 
     @staticmethod
     def Handshake(request,

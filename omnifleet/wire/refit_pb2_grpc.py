@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class RefitStub:
-    """Missing associated documentation comment in .proto file."""
+    """Served by every rollout worker. Stage, Commit, Sleep and Wake go one at a time: while one runs, `conflict`.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -78,10 +79,12 @@ class RefitStub:
 
 
 class RefitServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Served by every rollout worker. Stage, Commit, Sleep and Wake go one at a time: while one runs, `conflict`.
+    """
 
     def Handshake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """First call of a client.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -188,7 +191,8 @@ def add_RefitServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Refit:
-    """Missing associated documentation comment in .proto file."""
+    """Served by every rollout worker. Stage, Commit, Sleep and Wake go one at a time: while one runs, `conflict`.
+    """
 
     @staticmethod
     def Handshake(request,

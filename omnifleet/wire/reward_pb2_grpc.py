@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class RewardStub:
-    """Missing associated documentation comment in .proto file."""
+    """Scores replies; keeps nothing of them.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -63,22 +64,26 @@ class RewardStub:
 
 
 class RewardServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Scores replies; keeps nothing of them.
+    """
 
     def Handshake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """First call of a client.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Scores a batch. An item that cannot be scored carries its error and spoils no other.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListScorers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The scorers that the service has.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -91,7 +96,8 @@ class RewardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """State, counters, facts.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -133,7 +139,8 @@ def add_RewardServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Reward:
-    """Missing associated documentation comment in .proto file."""
+    """Scores replies; keeps nothing of them.
+    """
 
     @staticmethod
     def Handshake(request,

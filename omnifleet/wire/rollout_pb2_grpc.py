@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class RolloutStub:
-    """Missing associated documentation comment in .proto file."""
+    """A worker renders no chat; budgets are the gateway's.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -73,10 +74,12 @@ class RolloutStub:
 
 
 class RolloutServicer:
-    """Missing associated documentation comment in .proto file."""
+    """A worker renders no chat; budgets are the gateway's.
+    """
 
     def Handshake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """First call of a client.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -89,7 +92,8 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortRequests(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends requests now: each of their samples finishes with reason `abort`.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -116,7 +120,8 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """State, counters, facts.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -168,7 +173,8 @@ def add_RolloutServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Rollout:
-    """Missing associated documentation comment in .proto file."""
+    """A worker renders no chat; budgets are the gateway's.
+    """
 
     @staticmethod
     def Handshake(request,

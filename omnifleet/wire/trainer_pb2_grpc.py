@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class TrainerStub:
-    """Missing associated documentation comment in .proto file."""
+    """One training run.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -78,16 +79,19 @@ class TrainerStub:
 
 
 class TrainerServicer:
-    """Missing associated documentation comment in .proto file."""
+    """One training run.
+    """
 
     def Handshake(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """First call of a client.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """State (starting, training, paused, stopping, finishing, ended), step, weights, counters.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -100,13 +104,15 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Undoes Pause.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Writes a checkpoint once the step in hand is done; answers when it is whole.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -126,7 +132,8 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def QueryLedger(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Counts and trajectories, from the ledger itself.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -183,7 +190,8 @@ def add_TrainerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Trainer:
-    """Missing associated documentation comment in .proto file."""
+    """One training run.
+    """
 
     @staticmethod
     def Handshake(request,

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TurnsStub:
-    """Missing associated documentation comment in .proto file."""
+    """One call at a time with the steps of a refit: while one runs, `conflict`.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -47,7 +48,8 @@ class TurnsStub:
 
 
 class TurnsServicer:
-    """Missing associated documentation comment in .proto file."""
+    """One call at a time with the steps of a refit: while one runs, `conflict`.
+    """
 
     def Sleep(self, request, context):
         """Gives the device up. New requests wait, running ones go on after `Wake`. Idempotent, also at another level.
@@ -85,7 +87,8 @@ def add_TurnsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Turns:
-    """Missing associated documentation comment in .proto file."""
+    """One call at a time with the steps of a refit: while one runs, `conflict`.
+    """
 
     @staticmethod
     def Sleep(request,
