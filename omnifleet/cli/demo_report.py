@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,16 @@ from omnifleet.report.records import RunRecords, read_mapping, read_run
 MIN_END, MIN_RISE, MAX_BLIND, MAX_CONTROL, MAX_TMPE, MIN_REFITS = 0.75, 0.2, 0.5, 0.05, 1.02, 20
 
 
-def write_demo_report(run_dir: Path, recipe: Recipe, seconds: float) -> str:
-    """Write curves.png, report.html and checks.json into the run's folder; returns what to print at the end."""
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """What to print at the end, and how many claims do not hold."""
+
+    text: str
+    failing: int
+
+
+def write_demo_report(run_dir: Path, recipe: Recipe, seconds: float) -> DemoReport:
+    """Write curves.png, report.html and checks.json into the run's folder."""
     run = read_run(run_dir)
     lives = read_lives(run_dir)
     checks = demo_checks(run, recipe, read_mapping(control_dir(run_dir) / "summary.json"), living(lives))
@@ -27,9 +35,8 @@ def write_demo_report(run_dir: Path, recipe: Recipe, seconds: float) -> str:
         run_dir, recipe, subtitle=_subtitle(run, recipe, seconds), checks=checks, lives=lives
     )
     (run_dir / "checks.json").write_text(json.dumps([asdict(check) for check in checks], indent=1))
-    return "\n".join(
-        [*(_line(check) for check in checks), f"report: {written.page}", f"curves: {written.curves}"]
-    )
+    lines = [*map(_line, checks), f"report: {written.page}", f"curves: {written.curves}"]
+    return DemoReport("\n".join(lines), sum(not check.ok for check in checks))
 
 
 def demo_checks(

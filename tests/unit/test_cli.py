@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import json
-import math
 import os
 import socket
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from omnifleet.cli import demo
 from omnifleet.cli.main import app
 from omnifleet.cli.run import check_ports
 from omnifleet.cli.where import find_run
@@ -113,13 +110,3 @@ def test_every_command_and_option_says_what_it_is_for() -> None:
         if not getattr(parameter, "hidden", False) and not getattr(parameter, "help", None)
     ]
     assert silent == []
-
-
-def test_the_demo_says_what_its_warm_start_took_and_reached(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = {"seconds": 61.2, "greedy": 0.53, "sampled": 0.37, "see_steps": 100, "answer_steps": 23}
-    (tmp_path / "warmstart.json").write_text(json.dumps(told))
-    demo._say_warm_start(tmp_path, since=math.inf)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "123 supervised steps in 61 s, held-out reward 0.53 greedy, 0.37 sampled" in said
