@@ -39,10 +39,12 @@ class FileSender:
         self._made.append(first_release(version, tensors(step).items(), self._folder, BUCKET_BYTES))
         return self._made[-1].complete()
 
-    async def stage(self, worker: Receiving | Remote, parcel: Parcel) -> str:
+    async def stage(
+        self, worker: Receiving | Remote, parcel: Parcel, in_place: InFlight | None = None
+    ) -> str:
         """The digest of what is staged. Raises what the worker says."""
         source = File(parcel.transfer.path, parcel.transfer.size)
-        return await worker.client.stage(parcel.manifest, source, deadline_s=DEADLINE_S)
+        return await worker.client.stage(parcel.manifest, source, deadline_s=DEADLINE_S, in_place=in_place)
 
     async def send(self, worker: Receiving | Remote, parcel: Parcel) -> None:
         """Stage and commit. Raises what the worker says."""

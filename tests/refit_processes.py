@@ -212,10 +212,11 @@ def run_sender(
     hidden: int = HIDDEN,
     device: str = "cpu",
     deadline_s: float = DEADLINE_S,
+    in_place: bool = False,
 ) -> None:
     """A sender that publishes step 0 whole, then `step`, and says `phase` when it is there; it goes on when it is told to.
 
-    deadline_s: of the second stage.
+    deadline_s: of the second stage. in_place: it goes straight into place.
     """
     settle(deaf, hidden)
 
@@ -243,7 +244,9 @@ def run_sender(
             await sender.publish(workers, 0)
             shipment = sender.pack(step, whole=True)
             reached("packed")
-            outcomes = await sender.stage(workers, shipment, Slow(sender.buckets(shipment)), deadline_s)
+            policy = InFlight.KEEP if in_place else None
+            buckets = Slow(sender.buckets(shipment))
+            outcomes = await sender.stage(workers, shipment, buckets, deadline_s, policy)
             reached("staged")
             for worker in workers:
                 await worker.client.commit(str(outcomes[worker.id]), InFlight.KEEP, deadline_s=DEADLINE_S)

@@ -95,10 +95,16 @@ class SmallEngine(FakeEngine):
                 raise RuntimeError("the loader broke half-way")
             model.load_weights([(name, tensor)])
 
-    async def stage(self, manifest_json: str, source: str) -> int:
+    def limit_shadow(self, size: int | None) -> None:
+        """So many bytes of the device or the host are there for a shadow; None: all."""
+        for stager in self.stagers:
+            stager._reception.memory.release()
+            stager._reception.memory.limit = size
+
+    async def stage(self, manifest_json: str, source: str, *, in_place: bool = False) -> int:
         self._check_alive()
         for stager in self.stagers:
-            stager.begin(manifest_json, source)
+            stager.begin(manifest_json, source, in_place=in_place)
         sizes = []
         for stager in self.stagers:
             while (size := stager.poll()) is None:  # noqa: ASYNC110  an engine's process tells no event
@@ -204,7 +210,9 @@ async def receiving(
             engine = SmallEngine(checkpoint, planned=planned, plans=plans, ranks=ranks, device=device)
             await engine.start()
             gate = Gate(Standing(f"w{number}", base_version(engine.facts.tensors)), limit=8)
-            worker = Receiving(f"w{number}", engine, gate, Receiver(engine, gate, Counters(f"t{number}")))
+            counters = Counters(f"t{number}")
+            receiver = Receiver(engine, gate, counters)
+            worker = Receiving(f"w{number}", engine, gate, receiver, counters=counters)
 
             def register(server: object, worker: Receiving = worker) -> None:
                 servicer = RefitServicer(worker.engine, worker.receiver, worker.gate)
@@ -248,9 +256,10 @@ class Sender:
         shipment: Shipment,
         buckets: Sequence[torch.Tensor] | None = None,
         deadline_s: float = DEADLINE_S,
+        in_place: InFlight | None = None,
     ) -> dict[str, Outcome]:
         """Broadcast; worker -> outcome."""
-        orders = {worker.id: Order(worker.client, shipment, worker.ranks) for worker in workers}
+        orders = {w.id: Order(w.client, shipment, w.ranks, in_place) for w in workers}
         return await self.courier.stage(orders, buckets or self.buckets(shipment), deadline_s)
 
     async def publish(

@@ -82,8 +82,8 @@ class DeviceMemory:
 class EngineView:
     """What a worker says of its engine. tensors: table of what it loads; version: what it serves; ranks: of its engine.
 
-    sparse: it takes tensors as what turns its version's bytes into the new ones. needs: digest of what its ranks read of
-    each tensor, "" if they must be sent tensors whole.
+    shadow: there was room for one at its last stage. sparse: it takes tensors as what turns its version's bytes into the new
+    ones. needs: digest of what its ranks read of each tensor, "" if they must be sent tensors whole.
     """
 
     tensors: tuple[refit_pb2.TensorSpec, ...]
@@ -140,12 +140,23 @@ class RefitClient:
             reply = await self._stub.Needs(refit_pb2.NeedsRequest(), timeout=deadline_s)
         return reply.digest, needs_from_wire(reply)
 
-    async def stage(self, manifest: refit_pb2.Manifest, source: Source, *, deadline_s: float) -> str:
+    async def stage(
+        self,
+        manifest: refit_pb2.Manifest,
+        source: Source,
+        *,
+        deadline_s: float,
+        in_place: InFlight | None = None,
+    ) -> str:
         """Have the worker fetch and verify the buckets; returns the manifest's digest as it sees it.
 
-        The old version serves on. Raises REFIT_REJECTED, CONFLICT (another step runs), DEADLINE, UNAVAILABLE.
+        The old version serves on. in_place: where there is no room for a shadow, do without one; what becomes of requests
+        that run. The worker is fenced meanwhile, and serves the new version in the end. Raises REFIT_REJECTED, NO_ROOM (for
+        a shadow), CONFLICT (another step runs), DEADLINE, UNAVAILABLE; in place also FENCED: it serves nothing now.
         """
         request = refit_pb2.StageRequest(manifest=manifest, deadline_ms=int(deadline_s * 1000))
+        if in_place is not None:
+            request.in_place = in_flight_to_wire(in_place)
         source.enter(request)
         with remote_errors():
             reply = await self._stub.Stage(request, timeout=deadline_s + _GRACE_S)

@@ -33,6 +33,9 @@ class RefitConfig(StrictModel):
     """nccl and cuda_ipc: size of a bucket; a larger tensor has one for itself."""
     sparse: bool = True
     """Where few values changed since the version before, send these alone, if that is smaller."""
+    without_shadow: Literal["fence", "refuse"] = "fence"
+    """What a serving worker does that has no room for a second copy of the weights. fence: it serves nothing while it takes
+    them straight into place, one worker at a time. refuse: it serves on with the old ones, for as long as staleness allows."""
     canary: CanaryConfig | None = None
     """Set ({} suffices): a worker beyond the tolerance is quarantined and put back to the version before, which costs the
     trainer the memory of one more version (of what changed in it, where transport is shm)."""

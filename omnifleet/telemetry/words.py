@@ -64,6 +64,7 @@ WORDS: dict[str, tuple[str, Unit]] = {
     "refits_rolled_back": ("refits rolled back", Unit.COUNT),
     "refits_quarantined": ("refits put in quarantine", Unit.COUNT),
     "refits_fenced": ("refits that fenced the worker", Unit.COUNT),
+    "refits_in_place": ("refits without a shadow", Unit.COUNT),
     "catch_ups_from_peers": ("refits from another worker", Unit.COUNT),
     "refit_bytes": ("of weights received", Unit.BYTES),
     "refit_stage_seconds": ("staging weights", Unit.SECONDS),

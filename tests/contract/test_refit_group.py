@@ -136,7 +136,7 @@ async def test_a_worker_without_room_for_a_shadow_refuses_and_serves_on_until_th
             patch.setattr(torch, "empty", full)
             outcomes = await sender.stage(workers, shipment)
         refusal = outcomes[victim.id]
-        assert isinstance(refusal, OmnifleetError) and refusal.reason is Reason.REFIT_REJECTED
+        assert isinstance(refusal, OmnifleetError) and refusal.reason is Reason.NO_ROOM
         assert "no room for a shadow of" in refusal.message and victim.holds(0)
         for worker in (workers[0], workers[2]):
             digest = outcomes[worker.id]

@@ -25,7 +25,8 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 
 from omnifleet_refit.windows import View  # noqa: E402
-from omnifleet_rollout.refit.plan import Plan, agrees, record, replay, state_digests  # noqa: E402
+from omnifleet_rollout.refit.plan import Plan, record, replay  # noqa: E402
+from omnifleet_rollout.refit.proving import agrees, state_digests  # noqa: E402
 
 
 def alone(plan: Plan, sources: dict[str, torch.Tensor]) -> dict[tuple[str, View], torch.Tensor]:

@@ -20,7 +20,7 @@ def no_export(path: str, tensors: Sequence[tuple[str, str]]) -> int:
 
 
 def test_an_order_is_given_from_either_event_loop() -> None:
-    door = Door(lambda manifest, source, tell: tell(len(manifest)), no_export)
+    door = Door(lambda manifest, source, tell, in_place: tell(len(manifest)), no_export)
     for factory in (asyncio.new_event_loop, uvloop.new_event_loop):
         with asyncio.Runner(loop_factory=factory) as runner:
             assert runner.run(knock(door.name, "x" * (1 << 20), "path")) == 1 << 20
@@ -32,17 +32,17 @@ async def test_an_order_for_tensors_is_answered_too() -> None:
         assert tensors == [("a", "F32")]
         return len(path)
 
-    door = Door(lambda manifest, source, tell: None, export)
+    door = Door(lambda manifest, source, tell, in_place: None, export)
     assert await ask_for_tensors(door.name, "path", [("a", "F32")]) == 4
     door.close()
-    door = Door(lambda manifest, source, tell: None, no_export)
+    door = Door(lambda manifest, source, tell, in_place: None, no_export)
     with pytest.raises(OmnifleetError, match="no path"):
         await ask_for_tensors(door.name, "path", [("a", "F32")])
     door.close()
 
 
 async def test_bytes_and_refusals_cross_as_they_are() -> None:
-    def begin(manifest: str, source: str, tell: Tell) -> None:
+    def begin(manifest: str, source: str, tell: Tell, in_place: bool) -> None:
         if source == "refuse":
             raise OmnifleetError(Reason.REFIT_REJECTED, "no", knob="k")
         if source == "fail later":
@@ -63,7 +63,7 @@ async def test_bytes_and_refusals_cross_as_they_are() -> None:
 
 async def test_two_orders_are_answered_each_by_itself() -> None:
     tells: dict[str, Tell] = {}
-    door = Door(lambda manifest, source, tell: tells.__setitem__(source, tell), no_export)
+    door = Door(lambda manifest, source, tell, in_place: tells.__setitem__(source, tell), no_export)
     one = asyncio.create_task(knock(door.name, "{}", "one"))
     two = asyncio.create_task(knock(door.name, "{}", "two"))
     async with asyncio.timeout(10):
@@ -86,7 +86,7 @@ async def test_the_thread_that_stages_answers_itself_in_short_turns() -> None:
     usual = sys.getswitchinterval()
     turns: list[float] = []
 
-    def begin(manifest: str, source: str, tell: Tell) -> None:
+    def begin(manifest: str, source: str, tell: Tell, in_place: bool) -> None:
         def done(result: int | Exception) -> None:
             tell(7)
             turns.append(sys.getswitchinterval())

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from omnifleet_rollout.refit.plan import NotPlannable, Plan, agrees, record, replay
+from omnifleet_rollout.refit.plan import NotPlannable, Plan, record, replay
+from omnifleet_rollout.refit.proving import agrees
 
 HIDDEN, EXPERTS, WORLD = 8, 3, 2
 Weights = dict[str, torch.Tensor]

@@ -129,7 +129,7 @@ async def test_an_abort_ends_a_stage_that_runs(shm: Path) -> None:
     engine, gate, receiver = await started()
     staging, dropped = asyncio.Event(), asyncio.Event()
 
-    async def stage(manifest_json: str, source: str) -> int:
+    async def stage(manifest_json: str, source: str, *, in_place: bool = False) -> int:
         staging.set()
         await dropped.wait()
         raise OmnifleetError(Reason.UNAVAILABLE, "the stage was dropped", retryable=True)

@@ -66,6 +66,14 @@ class Meeting:
         return secrets.token_hex(8)
 
 
+def own_address() -> str:
+    """This host's address by its own name; the loopback if it has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
 class Group:
     """Broadcasts from the sender to all others. Not thread-safe, but for `abort`."""
 

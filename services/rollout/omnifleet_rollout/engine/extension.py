@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from omnifleet_rollout.engine.vllm_launch import vllm_version
 from omnifleet_rollout.refit.buckets import DTYPES
 from omnifleet_rollout.refit.door import Door
 from omnifleet_rollout.refit.kept import KeptPlans, plans_folder
-from omnifleet_rollout.refit.plan import NotPlannable, Plan, plan_key, record, state_digests
+from omnifleet_rollout.refit.plan import NotPlannable, Plan, plan_key, record
+from omnifleet_rollout.refit.proving import state_digests
 from omnifleet_rollout.refit.stager import Stager
 from omnifleet_rollout.refit.weights import Weights
 
@@ -146,9 +148,18 @@ class OmnifleetExtension:
 
         direct = seams.bypassed(model, self._omni.table)
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        again: dict[str, torch.Tensor] = {}
+
+        def everything() -> Iterator[tuple[str, torch.Tensor]]:
+            """Each once: without a shadow they come by and are gone."""
+            for name, tensor in self._omni.everything():
+                if name in direct:
+                    again[name] = tensor
+                yield name, tensor
+
         initialize_layerwise_reload(model)
         try:
-            model.load_weights(self._omni.everything())  # type: ignore[operator]
+            model.load_weights(everything())  # type: ignore[operator]
             missed = seams.unreached_layers(model, tied=tied)
             finalize_layerwise_reload(model, self.model_config)
         except BaseException:
@@ -156,7 +167,7 @@ class OmnifleetExtension:
             raise
         unreached = [layer for layer in missed if layer not in direct.values()]
         if direct:
-            model.load_weights((n, t) for n, t in self._omni.everything() if n in direct)  # type: ignore[operator]
+            model.load_weights(iter(again.items()))  # type: ignore[operator]
         if unreached:
             raise OmnifleetError(
                 Reason.ENGINE_ERROR, f"the loader of this model did not reach {', '.join(unreached[:5])}"

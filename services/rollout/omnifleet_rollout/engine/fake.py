@@ -246,7 +246,7 @@ class FakeEngine:
         if not weights_only:
             self._go.set()
 
-    async def stage(self, manifest_json: str, source: str) -> int:
+    async def stage(self, manifest_json: str, source: str, *, in_place: bool = False) -> int:
         """Verify a transfer and keep it in the shadow. See `Engine.stage`."""
         body = json.loads(manifest_json)
         check_table(body, {t.name: (t.dtype, list(t.shape)) for t in self._facts.tensors})

@@ -172,9 +172,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def stage(self, manifest_json: str, source: str) -> int:
-        """Receive a transfer into the shadow and verify it; bytes staged. Raises REFIT_REJECTED, weights untouched.
+    async def stage(self, manifest_json: str, source: str, *, in_place: bool = False) -> int:
+        """Receive a transfer into the shadow and verify it; bytes staged. Raises REFIT_REJECTED, NO_ROOM, weights untouched.
 
+        in_place: while paused, without a shadow: all tensors, each verified before it is written into the weights. After an
+        error they may be mixed; a commit must follow.
         source: path of a file in shared memory, or where else the bytes come from (see `omnifleet_rollout.refit`).
         """
         ...

@@ -234,10 +234,10 @@ class VllmEngine:
         except TimeoutError:
             raise retryable(Reason.ENGINE_ERROR, f"vLLM did not {what} within {limit_s:.0f} s") from None
 
-    async def stage(self, manifest_json: str, source: str) -> int:
+    async def stage(self, manifest_json: str, source: str, *, in_place: bool = False) -> int:
         """Receive, verify, keep in the shadow, beside the engine's steps. See `Engine.stage`."""
-        sizes = await asyncio.gather(*(knock(door, manifest_json, source) for door in self._doors))
-        return sizes[0]
+        orders = (knock(door, manifest_json, source, in_place=in_place) for door in self._doors)
+        return (await asyncio.gather(*orders))[0]
 
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool

@@ -13,7 +13,7 @@ from omnifleet.wire.fold import ALGORITHM, ROW_BYTES
 from omnifleet.wire.manifest import DTYPE_BYTES, UNVERIFIED, combined_checksum
 from omnifleet.wire.sparse import ENCODING
 from omnifleet_refit.fold import as_hex, digests, row_sums
-from omnifleet_rollout.refit.shadow import rejected
+from omnifleet_rollout.refit.shadow import LIMIT_ENV, no_room, rejected
 
 DTYPES = {
     "F64": torch.float64,
@@ -33,6 +33,7 @@ DTYPES = {
 class Bucket:
     """One bucket of a manifest, checked: its tensors in order of offset, each from a row's start, none over another."""
 
+    index: int
     size: int
     checksum: str
     tensors: tuple[Mapping[str, Any], ...]
@@ -59,7 +60,7 @@ def layout(body: Mapping[str, Any]) -> list[Bucket]:
     for bucket in body["buckets"]:
         tensors = tuple(sorted(inside.get(bucket["index"], ()), key=lambda tensor: tensor["offset"]))
         _check_places(tensors, bucket["bytes"])
-        buckets.append(Bucket(bucket["bytes"], bucket["checksum"], tensors))
+        buckets.append(Bucket(bucket["index"], bucket["bytes"], bucket["checksum"], tensors))
     return buckets
 
 
@@ -94,10 +95,13 @@ def made_whole(body: Mapping[str, Any]) -> dict[str, int]:
 
 
 class Memory:
-    """Buffers of one device, kept from refit to refit, so that a stage allocates nothing after the largest."""
+    """Buffers of one device, kept from refit to refit, so that a stage allocates nothing after the largest.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    limit: bytes that they may take in all; None: what the device has.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        self.device, self.limit = device, limit
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._taken = 0
         self._cut: tuple[object, dict[str, torch.Tensor]] = (None, {})
@@ -110,7 +114,7 @@ class Memory:
         return len(self._buffer)
 
     def take(self, sizes: Sequence[int], aside: int = 0) -> list[torch.Tensor]:
-        """uint8 buffers of these sizes; what the last take gave is no longer valid. Raises REFIT_REJECTED if there is no room.
+        """uint8 buffers of these sizes; what the last take gave is no longer valid. Raises NO_ROOM.
 
         aside: bytes that are wanted besides, see `aside`.
         """
@@ -145,10 +149,12 @@ class Memory:
 
     def _room(self, size: int) -> torch.Tensor:
         """A row more than asked: no tensor in it has the storage to itself, so whoever keeps one copies it."""
+        if self.limit is not None and size > self.limit:
+            raise no_room(f"no room for a shadow of {size} bytes: {LIMIT_ENV} is {self.limit}")
         try:
             return torch.empty(size + ROW_BYTES, dtype=torch.uint8, device=self.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise rejected(f"no room for a shadow of {size} bytes on {self.device}: {error}") from error
+            raise no_room(f"no room for a shadow of {size} bytes on {self.device}: {error}") from error
 
 
 class Verification:
@@ -185,14 +191,14 @@ class Verification:
             base += bucket.size
         rows = as_hex(digests(torch.cat([sums for _, sums in self._sums]), starts))
         at = 0
-        for index, (bucket, _) in enumerate(self._sums):
+        for bucket, _ in self._sums:
             ours = rows[at : at + len(bucket.tensors)]
             at += len(bucket.tensors)
             for tensor, digest in zip(bucket.tensors, ours, strict=True):
                 if not tensor.get("encoding") and digest != tensor["digest"]:
-                    raise rejected(f"{tensor['name']} in bucket {index} does not match its checksum")
+                    raise rejected(f"{tensor['name']} in bucket {bucket.index} does not match its checksum")
             if combined_checksum(ours) != bucket.checksum:
-                raise rejected(f"bucket {index} does not match its checksum")
+                raise rejected(f"bucket {bucket.index} does not match its checksum")
 
 
 def cut(buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

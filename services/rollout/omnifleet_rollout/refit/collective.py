@@ -6,14 +6,14 @@ Whole tensors come in one group of all ranks; slices in one group for each part 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet_refit.group import Group, join
-from omnifleet_rollout.refit.buckets import Bucket, Memory, Verification, layout, made_whole
+from omnifleet_rollout.refit.buckets import Bucket, Memory, Verification, cut, layout, made_whole
 from omnifleet_rollout.refit.pieces import Leg
 from omnifleet_rollout.refit.source import Seat
 
@@ -47,6 +47,32 @@ class Collective:
         seat = Seat.parse(source)
         seats = [seat.of_part(leg.number, leg.ranks, self._offset) for leg in legs]
         return self._receive(body, seat, list(zip(seats, (leg.buckets for leg in legs), strict=True)))
+
+    def each(
+        self, body: Mapping[str, Any], source: str, staging: Memory
+    ) -> Generator[dict[str, torch.Tensor], None, None]:
+        """Like `receive`, bucket by bucket through one buffer: each is verified, and there until the next is asked for.
+
+        In between, the group's stream is the current one. Whoever stops before the end breaks the group.
+        """
+        seat, buckets = Seat.parse(source), layout(body)
+        deadline = time.monotonic() + seat.deadline_s
+        (room,) = staging.take([max(bucket.size for bucket in buckets)])
+        self._cancelled = False
+        group = self._join(seat.name, seat.of_rank(self._offset), seat.deadline_s)
+        try:
+            with group.stream():
+                group.say_ready()
+                for bucket in buckets:
+                    data, verification = room[: bucket.size], Verification(body, staging.device)
+                    group.broadcast(data, deadline)
+                    verification.queue(bucket, data)
+                    group.finish(deadline)
+                    verification.check()
+                    yield cut([bucket], [data])
+        except BaseException:  # of whoever reads, too
+            group.abort()
+            raise
 
     def cancel(self) -> None:
         """End a `receive` that runs in another thread. Idempotent."""

@@ -21,7 +21,7 @@ from omnifleet.errors import OmnifleetError, Reason, retryable
 
 log = logging.getLogger("omnifleet.rollout.refit")
 Tell = Callable[[int | OmnifleetError], None]
-Begin = Callable[[str, str, Tell], None]
+Begin = Callable[[str, str, Tell, bool], None]
 Export = Callable[[str, Sequence[tuple[str, str]]], int]
 _ORDER_BYTES = 256 << 20
 _READ_S = 30.0
@@ -31,7 +31,7 @@ _CREDENTIALS = struct.Struct("3i")
 class Door:
     """Listens from the start.
 
-    begin: takes (manifest as JSON, source, tell) and calls tell once, when the stage has ended. export: takes (path,
+    begin: takes (manifest as JSON, source, tell, in place) and calls tell once, when the stage has ended. export: takes (path,
     names and dtypes of tensors), writes them, and returns the bytes.
     """
 
@@ -70,7 +70,7 @@ class Door:
                 if "tensors" in order:
                     tell(self._export(order["path"], [(name, dtype) for name, dtype in order["tensors"]]))
                 else:
-                    self._begin(order["manifest"], order["source"], tell)
+                    self._begin(order["manifest"], order["source"], tell, order["in_place"])
                 ended.wait()
             except OmnifleetError as error:
                 _send(caller, error)
@@ -78,9 +78,9 @@ class Door:
                 log.warning("an order could not be read: %s", error)
 
 
-async def knock(name: str, manifest_json: str, source: str) -> int:
+async def knock(name: str, manifest_json: str, source: str, *, in_place: bool = False) -> int:
     """Have the process behind a door stage; bytes. Raises what it says, WORKER_LOST if it ends meanwhile."""
-    return await _order(name, {"manifest": manifest_json, "source": source})
+    return await _order(name, {"manifest": manifest_json, "source": source, "in_place": in_place})
 
 
 async def ask_for_tensors(name: str, path: str, tensors: Sequence[tuple[str, str]]) -> int:

@@ -6,7 +6,7 @@ with views (tensor-parallel slices, fused QKV and gate-up, expert stacking, tran
 on the way is understood. Arithmetic on a source, or a value that is looked at, is not: then there is no plan.
 
 Whether the engine changes weights after loading (packs, quantises, absorbs) a recording can't see. So a plan is believed
-only after `agrees`: parameters wiped, the plan replayed, compared with what the loader makes of the same sources.
+only after `proving`: it is compared with what the loader makes of the same sources.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnifleet.address import canonical_json, digest_bytes
-from omnifleet.wire.fold import ROW_BYTES
-from omnifleet_refit.fold import as_hex, fold
 from omnifleet_refit.windows import View
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -185,8 +183,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._source_of = {_storage(t): name for name, t in self.sources.items()}
-        self._target_of = {_storage(t): name for name, t in self.targets.items()}
+        self._source_of = {storage_id(t): name for name, t in self.sources.items()}
+        self._target_of = {storage_id(t): name for name, t in self.targets.items()}
         self._derived: dict[int, _Origin] = {}
         self._kept: list[torch.Tensor] = []
 
@@ -225,45 +223,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _origin(self, value: Any) -> _Origin | None:
         if not isinstance(value, torch.Tensor):
             return None
-        name = self._source_of.get(_storage(value))
+        name = self._source_of.get(storage_id(value))
         if name is not None:
             return _Origin(name, View.of(value))
-        derived = self._derived.get(_storage(value))
+        derived = self._derived.get(storage_id(value))
         return derived if derived is not None and derived.fresh == View.of(value) else None
 
     def _derive(self, value: torch.Tensor, out: Any) -> None:
         origin = self._origin(value)
-        if origin is not None and isinstance(out, torch.Tensor) and _storage(out) != _storage(value):
+        if origin is not None and isinstance(out, torch.Tensor) and storage_id(out) != storage_id(value):
             self._kept.append(out)  # so that its storage's identity is not given to another
-            self._derived[_storage(out)] = _Origin(origin.source, origin.read, View.of(out))
+            self._derived[storage_id(out)] = _Origin(origin.source, origin.read, View.of(out))
 
     def _target(self, tensor: Any) -> str:
-        return self._target_of.get(_storage(tensor), "") if isinstance(tensor, torch.Tensor) else ""
+        return self._target_of.get(storage_id(tensor), "") if isinstance(tensor, torch.Tensor) else ""
 
 
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 _WRITES = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
-
-
-def agrees(
-    model: torch.nn.Module, plan: Plan, sources: Mapping[str, torch.Tensor], load: Callable[[], None]
-) -> list[str]:
-    """Wipe every tensor that the plan writes to, replay it, then `load` (the engine's path) the same sources and compare.
-
-    Returns the names of tensors that differ, bit for bit; in any case the model holds what the loader made. Compared is
-    all that hangs on the model: parameters, buffers, and tensors that modules keep as plain attributes.
-    """
-    pairs, targets = plan.bind(model, sources), dict(parameter_memory(model))
-    with torch.no_grad():
-        for name in {move.target for move in plan.moves}:
-            targets[name].fill_(float("nan") if targets[name].is_floating_point() else 1)
-        for fill in plan.fills:
-            fill.write.on(targets[fill.target]).fill_(fill.value)
-        replay(pairs)
-        ours = state_digests(model)
-        load()
-        theirs = state_digests(model)
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def replay(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -287,32 +264,11 @@ def parameter_memory(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor
     """Parameters and buffers, each storage under its first name; not those that are small windows of another's."""
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.numel() and _storage(tensor) not in seen:
-            seen.add(_storage(tensor))
+        if tensor.numel() and storage_id(tensor) not in seen:
+            seen.add(storage_id(tensor))
             yield name, tensor.detach()
 
 
-def _everything(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        held = {**module._parameters, **module._buffers, **vars(module)}
-        for name, value in held.items():
-            if isinstance(value, torch.Tensor) and name not in _CACHES:
-                yield f"{prefix}.{name}", value.detach()
-
-
-_CACHES = {"kv_cache"}
-
-
-def state_digests(model: torch.nn.Module) -> dict[str, str]:
-    """All that hangs on a model, by name: dtype, shape and the device checksum of the elements."""
-    digests = {}
-    for name, tensor in _everything(model):
-        digests[name] = f"{tensor.dtype} {tuple(tensor.shape)} "
-        if tensor.numel():
-            raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-            digests[name] += as_hex(fold(torch.nn.functional.pad(raw, (0, -raw.numel() % ROW_BYTES)), [0]))[0]
-    return digests
-
-
-def _storage(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
+    """Names the memory that a tensor is a window of, while it lives."""
     return int(tensor.untyped_storage()._cdata)

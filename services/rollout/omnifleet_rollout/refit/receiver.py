@@ -13,16 +13,18 @@ from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.telemetry.counters import Counters
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2
-from omnifleet.wire.codec import version_from_wire
-from omnifleet.wire.manifest import json_digest, manifest_json
 from omnifleet_rollout.engine.port import Engine
+from omnifleet_rollout.refit.claims import check_all, checked
+from omnifleet_rollout.refit.clearing import Clearing
 from omnifleet_rollout.refit.shadow import rejected
-from omnifleet_rollout.worker.gate import Ending, Flight, Gate
+from omnifleet_rollout.worker.gate import Ending, Gate
 from omnifleet_rollout.worker.rest import Rest
 
 log = logging.getLogger("omnifleet.rollout.refit")
 Result = TypeVar("Result")
 DEFAULT_DEADLINE_S = 120.0
+_BREAKS = (OmnifleetError, RuntimeError, ValueError, LookupError, OSError, TypeError, AssertionError)
+"""What an engine may raise in the middle of a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,29 @@ class Receiver:
         """Of the version that was committed last."""
         self._refused: tuple[WeightVersion, str] | None = None
         """The version that was quarantined last, and why."""
+        self._done: tuple[str, Committed] | None = None
+        """What was staged for the last commit, and its outcome."""
         self.rest = Rest(engine, gate)
+        self._clearing = Clearing(engine, gate, self.rest)
         self._busy = asyncio.Lock()
         self._steps: set[asyncio.Task[Any]] = set()
 
     async def stage(
-        self, manifest: refit_pb2.Manifest, source: str, deadline_s: float = 0.0
+        self,
+        manifest: refit_pb2.Manifest,
+        source: str,
+        deadline_s: float = 0.0,
+        in_place: InFlight | None = None,
     ) -> tuple[str, int]:
-        """Verify and copy a transfer into the shadow; (manifest digest, bytes). Raises REFIT_REJECTED, CONFLICT, DEADLINE."""
-        return await self._alone(lambda: self._stage(manifest, source), deadline_s, "stage")
+        """Verify and copy a transfer into the shadow; (manifest digest, bytes).
+
+        in_place: where there is no room, take it straight into place and serve it; who is fenced does so anyway.
+        Raises REFIT_REJECTED, NO_ROOM, CONFLICT, DEADLINE; in place FENCED.
+        """
+        limit_s = deadline_s or DEFAULT_DEADLINE_S
+        return await self._alone(
+            lambda: self._stage(manifest, source, in_place, limit_s), deadline_s, "stage"
+        )
 
     async def adopt(
         self, version: WeightVersion, original: refit_pb2.Manifest, manifest: refit_pb2.Manifest, source: str
@@ -135,7 +151,7 @@ class Receiver:
             self._refused = self._standing.version, reason
             self._counters.add("refits_quarantined")
             log.error("quarantined at %s: %s", self._standing.version, reason)
-            await self._quietly(self._engine.abort(self._gate.end(Ending.FENCED)), "abort")
+            await self._clearing.end(Ending.FENCED)
         return self._standing.version
 
     async def _alone(self, step: Callable[[], Awaitable[Result]], deadline_s: float, what: str) -> Result:
@@ -165,58 +181,74 @@ class Receiver:
         async with self._busy:
             return await step()
 
-    async def _stage(self, manifest: refit_pb2.Manifest, source: str) -> tuple[str, int]:
-        version, body = self._check(manifest)
-        self.rest.check_weights()
-        size = await self._fill(version, body, source)
-        self._staged = _Staged(version.manifest_digest, version, manifest, manifest.encoder_changed)
-        return version.manifest_digest, size
+    async def _stage(
+        self, manifest: refit_pb2.Manifest, source: str, in_place: InFlight | None, deadline_s: float
+    ) -> tuple[str, int]:
+        version, body = checked(manifest, self._standing)
+        staged = _Staged(version.manifest_digest, version, manifest, manifest.encoder_changed)
+        return staged.digest, await self._bring(staged, body, source, in_place, deadline_s)
 
     async def _adopt(
         self, version: WeightVersion, original: refit_pb2.Manifest, manifest: refit_pb2.Manifest, source: str
     ) -> str:
         if self.quarantined:
             raise rejected(f"{self._standing.worker} is quarantined; only the trainer may send it weights")
-        copy, body = self._check(manifest)
-        self.rest.check_weights()
-        await self._fill(copy, body, source)
-        self._staged = _Staged(copy.manifest_digest, version, original, encoder_changed=True)
-        return copy.manifest_digest
+        copy, body = checked(manifest, self._standing)
+        staged = _Staged(copy.manifest_digest, version, original, encoder_changed=True)
+        await self._bring(staged, body, source, None, DEFAULT_DEADLINE_S)
+        return staged.digest
 
-    async def _fill(self, version: WeightVersion, body: bytes, source: str) -> int:
-        """Have the engine fill its shadow; bytes."""
-        self._staged, self._staging = None, version.manifest_digest
+    async def _bring(
+        self, staged: _Staged, body: bytes, source: str, in_place: InFlight | None, deadline_s: float
+    ) -> int:
+        """Into the shadow; where there is no room, in place, if that is allowed or nothing serves anyway. Bytes."""
+        self.rest.check_weights()
+        try:
+            size = await self._fill(staged.digest, body, source)
+        except OmnifleetError as error:
+            if error.reason is not Reason.NO_ROOM:
+                raise
+            self._standing.shadow = False
+            if in_place is None and not self._standing.fence:
+                raise
+            check_all(body, self._engine.facts.tensors)  # while there is something to lose
+            policy = in_place or InFlight.RECOMPUTE
+            return await self._place(staged, body, source, policy, deadline_s)
+        self._standing.shadow = True
+        self._staged = staged
+        return size
+
+    async def _place(
+        self, staged: _Staged, body: bytes, source: str, policy: InFlight, deadline_s: float
+    ) -> int:
+        """Without a shadow: fenced until all is in place, verified and committed; bytes."""
+        size = 0
+
+        async def place() -> None:
+            nonlocal size
+            self._standing.raise_fence(f"it takes {staged.version} without a shadow")
+            self._clearing.reopen()  # who waits there goes elsewhere
+            size = await self._fill(staged.digest, body, source, in_place=True)
+
+        try:
+            await self._clearing.clear(policy, deadline_s / 2)
+            await self._swap(staged, policy, place)
+        finally:
+            self._clearing.reopen()
+        self._counters.add("refits_in_place")
+        return size
+
+    async def _fill(self, digest: str, body: bytes, source: str, *, in_place: bool = False) -> int:
+        """Have the engine fill its shadow, or take it all straight into place; bytes."""
+        self._staged, self._staging = None, digest
         began = time.monotonic()
         try:
-            size = await self._engine.stage(body.decode(), source)
+            size = await self._engine.stage(body.decode(), source, in_place=in_place)
         finally:
             self._staging = None
         self._counters.add("refit_stage_seconds", time.monotonic() - began)
         self._counters.add("refit_bytes", size)
         return size
-
-    def _check(self, manifest: refit_pb2.Manifest) -> tuple[WeightVersion, bytes]:
-        """What the manifest alone tells. The tensor table and the bytes are checked where the weights are."""
-        body = manifest_json(manifest)
-        digest = json_digest(body)
-        claimed = version_from_wire(manifest.version)
-        if claimed.manifest_digest not in ("", digest):
-            raise rejected(f"the manifest's digest is {digest}, it says {claimed.manifest_digest}")
-        if not claimed.run or not claimed.lineage:
-            raise rejected("the manifest's version needs a run and a lineage")
-        current = self._standing.version
-        behind = claimed.same_lineage(current) and claimed.number < current.number
-        if behind and not self._standing.fence:
-            raise rejected(f"{claimed} is older than {current}; going back takes a new lineage")
-        if manifest.HasField("parent"):
-            parent = version_from_wire(manifest.parent)
-            if self._standing.fence:
-                raise rejected(
-                    f"this worker is fenced and needs a complete refit, not one on top of {parent}"
-                )
-            if parent != current:
-                raise rejected(f"the manifest builds on {parent}, this worker serves {current}")
-        return WeightVersion(claimed.run, claimed.lineage, claimed.number, digest), body
 
     async def _abort(self, digest: str) -> WeightVersion:
         if self._staged is not None and digest in ("", self._staged.digest):
@@ -227,70 +259,51 @@ class Receiver:
     async def _commit(self, digest: str, policy: InFlight, deadline_s: float) -> Committed:
         staged = self._staged
         if staged is None or staged.digest != digest:
-            if digest and digest == self._standing.version.manifest_digest and not self._standing.fence:
-                return Committed(self._standing.version, 0.0, 0, 0)  # the reply to an earlier commit was lost
+            if self._done is not None and digest == self._done[0] and not self._standing.fence:
+                return self._done[1]  # it was taken in place, or the reply to an earlier commit was lost
             raise rejected(f"no refit {digest[:12] or '(no digest)'} is staged here")
         self.rest.check_weights()
         try:
-            await self._clear_the_way(policy, deadline_s)
+            await self._clearing.clear(policy, deadline_s)
             return await self._swap(staged, policy)
         finally:
-            if not self.rest.asleep:
-                self._gate.open()
+            self._clearing.reopen()
 
-    async def _clear_the_way(self, policy: InFlight, deadline_s: float) -> None:
-        """Before the gate: let those finish who must not see two versions. Raises DEADLINE, nothing changed."""
-        self._gate.close(exact_only=True)
-        asleep = self.rest.asleep  # nobody finishes then
-        if asleep or not await self._gate.until_gone(deadline_s / 2, _is_exact):
-            await self._engine.abort(self._gate.end(Ending.MOVED, _is_exact))
-        self._gate.close()
-        if policy is InFlight.DRAIN and not asleep and not await self._gate.until_gone(deadline_s / 2):
-            left = len(self._gate.inside)
-            raise retryable(Reason.DEADLINE, f"{left} samples were still running; the old version serves on")
-        if policy is InFlight.KEEP:
-            # A request that has no token yet may still find KV that its siblings made with the old weights: it starts again.
-            await self._engine.abort(self._gate.end(Ending.RESTART, lambda flight: flight.tokens == 0))
-
-    async def _swap(self, staged: _Staged, policy: InFlight) -> Committed:
-        running = sum(flight.ending is None for flight in self._gate.inside)
-        began = time.monotonic()
-        try:
-            if not self.rest.asleep:
-                await self._engine.pause()
-            loaded = await self._load(staged, policy)
-        finally:
-            if not self.rest.asleep:
-                await self._resume()
+    async def _swap(
+        self, staged: _Staged, policy: InFlight, place: Callable[[], Awaitable[None]] | None = None
+    ) -> Committed:
+        """Load what is staged; or what `place`, which runs first, has put into place already."""
+        running, began = self._clearing.running, time.monotonic()
+        async with self._clearing.still():
+            loaded = await self._load(staged, policy, place)
         seconds = time.monotonic() - began
         self._counters.add("refits")
         self._counters.add("refit_gate_seconds", seconds)
         self._counters.add("refits_with_requests_running", float(running > 0))
         log.info("refit to %s: gate %.0f ms, %d samples in flight", staged.version, seconds * 1000, running)
-        return Committed(staged.version, seconds, running, loaded)
+        committed = Committed(staged.version, seconds, running, loaded)
+        self._done = staged.digest, committed
+        return committed
 
-    async def _load(self, staged: _Staged, policy: InFlight) -> int:
+    async def _load(
+        self, staged: _Staged, policy: InFlight, place: Callable[[], Awaitable[None]] | None
+    ) -> int:
         version = staged.version
         self._staged = None
         try:
+            if place is not None:
+                await place()
             loaded = await self._engine.commit(
                 staged.digest, str(version), policy, encoder_changed=staged.encoder_changed
             )
-        except (
-            OmnifleetError,
-            RuntimeError,
-            ValueError,
-            LookupError,
-            OSError,
-            TypeError,
-            AssertionError,
-        ) as error:
-            if isinstance(error, OmnifleetError) and error.reason is Reason.REFIT_REJECTED:
+        except _BREAKS as error:
+            untouched = isinstance(error, OmnifleetError) and error.reason is Reason.REFIT_REJECTED
+            if untouched and place is None:
                 raise  # by the engine's promise nothing has changed
             self._standing.raise_fence(f"refit to {version} failed while loading: {error}")
             self._counters.add("refits_fenced")
             log.error("fenced: %s", self._standing.fence)
-            await self._quietly(self._engine.abort(self._gate.end(Ending.FENCED)), "abort")
+            await self._clearing.end(Ending.FENCED)
             raise retryable(Reason.FENCED, self._standing.fence) from error
         self._manifest = staged.manifest
         self._standing.serve_version(version, self._put_back(version))
@@ -308,17 +321,3 @@ class Receiver:
         note = f"put back from {refused} to {version}: {reason}"
         log.error("%s", note)
         return note
-
-    async def _resume(self) -> None:
-        await self._quietly(self._engine.resume(), "resume")
-
-    async def _quietly(self, step: Awaitable[None], what: str) -> None:
-        """A dead engine must not hide the error that came first; `alive` tells of it."""
-        try:
-            await step
-        except (OmnifleetError, RuntimeError, OSError) as error:
-            log.error("cannot %s the engine: %s", what, error)
-
-
-def _is_exact(flight: Flight) -> bool:
-    return flight.bound.exact is not None

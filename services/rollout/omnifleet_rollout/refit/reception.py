@@ -16,7 +16,14 @@ from omnifleet_rollout.refit.filling import fill
 from omnifleet_rollout.refit.pieces import Leg, Pieces, as_pieces, legs_of
 from omnifleet_rollout.refit.plan import Plan
 from omnifleet_rollout.refit.restoring import Finder
-from omnifleet_rollout.refit.shadow import ShadowTensor, each_tensor, rejected
+from omnifleet_rollout.refit.shadow import (
+    LIMIT_ENV,
+    ShadowTensor,
+    each_tensor,
+    no_room,
+    rejected,
+    shadow_limit,
+)
 from omnifleet_rollout.refit.source import CUDA_IPC, GROUP
 from omnifleet_rollout.refit.weights import Sources
 
@@ -29,13 +36,16 @@ _SLICED = 0.9
 class Received:
     """What a stage brought.
 
-    sources: whole tensors, none where slices came. names: tensors that change. pairs: the plan's copies.
+    sources: whole tensors, none where slices came. names: tensors that change. pairs: the plan's copies. placed: there is no
+    shadow, they are in parameter memory already, by plan or by the loader.
     """
 
     sources: Sources
     pairs: Pairs
     names: frozenset[str]
     bytes: int
+    placed: bool = False
+    by_plan: bool = False
 
 
 NOTHING = Received({}, [], frozenset(), 0)
@@ -46,7 +56,7 @@ class Reception:
 
     def __init__(self, model: torch.nn.Module, device: torch.device, rank: int) -> None:
         self._model, self._rank = model, rank
-        self.memory = Memory(device)
+        self.memory = Memory(device, shadow_limit())
         self.collective = Collective(self.memory, rank)
 
     def legs(self, body: Mapping[str, Any], source: str, plan: Plan | None) -> list[Leg]:
@@ -72,7 +82,8 @@ class Reception:
         *,
         whole: bool,
     ) -> Received:
-        """Take what comes, verified. Blocks; for a thread of its own. Raises REFIT_REJECTED, UNAVAILABLE, DEADLINE.
+        """Take what comes, verified. Blocks; for a thread of its own. Raises REFIT_REJECTED, NO_ROOM, UNAVAILABLE,
+        DEADLINE.
 
         legs, plan: see `legs`. find: source tensors of the committed version. whole: the loader will want whole tensors.
         """
@@ -90,10 +101,11 @@ class Reception:
         elif source.startswith(CUDA_IPC):
             tensors = fill(body, ipc.receive(body, source, self.memory), held, self.memory)
         else:
+            _check_room(body, self.memory.limit)
             read = each_tensor(body, Path(source), lambda name: as_bytes(held(name)))
             if plan is not None and not whole and plan.share < _SLICED:
                 return self._sliced(read, plan)
-            tensors = {tensor.name: _tensor(tensor) for tensor in read}
+            tensors = {tensor.name: as_tensor(tensor) for tensor in read}
         pairs = [] if plan is None else self._ready(tensors, lambda: plan.bind(self._model, tensors))
         return Received(tensors, pairs, frozenset(tensors), _size(tensors.values()))
 
@@ -109,7 +121,7 @@ class Reception:
         names, needs = set(), plan.needs()
         for shadow in read:
             names.add(shadow.name)
-            whole = _tensor(shadow)
+            whole = as_tensor(shadow)
             for view in needs.get(shadow.name, ()):
                 pieces[shadow.name, view] = view.on(whole).clone(memory_format=torch.contiguous_format)
         return Received({}, plan.bind_pieces(self._model, pieces), frozenset(names), _size(pieces.values()))
@@ -128,7 +140,15 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _tensor(source: ShadowTensor) -> torch.Tensor:
+def _check_room(body: Mapping[str, Any], limit: int | None) -> None:
+    """Raises NO_ROOM if what changed may not be held on the host."""
+    size = sum(tensor["bytes"] for tensor in body["tensors"] if tensor["changed"])
+    if limit is not None and size > limit:
+        raise no_room(f"no room for a shadow of {size} bytes: {LIMIT_ENV} is {limit}")
+
+
+def as_tensor(source: ShadowTensor) -> torch.Tensor:
+    """What was read of a file, as a tensor on the host."""
     return torch.frombuffer(source.data, dtype=DTYPES[source.dtype]).view(source.shape)
 
 

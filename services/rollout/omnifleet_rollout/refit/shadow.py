@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.wire.manifest import CHECKSUM_ALGORITHM, DTYPE_BYTES, bucket_checksum, bucket_starts
+from omnifleet.wire.manifest import (
+    CHECKSUM_ALGORITHM,
+    DTYPE_BYTES,
+    UNVERIFIED,
+    bucket_checksum,
+    bucket_starts,
+)
 from omnifleet.wire.sparse import ENCODING, apply_sparse
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 SHARED_MEMORY = Path("/dev/shm")
+LIMIT_ENV = "OMNIFLEET_REFIT_SHADOW_BYTES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,17 @@ class ShadowTensor:
 def rejected(message: str) -> OmnifleetError:
     """A refit that must not be loaded; the weights that serve are untouched."""
     return OmnifleetError(Reason.REFIT_REJECTED, message, knob="send a complete refit")
+
+
+def no_room(message: str) -> OmnifleetError:
+    """There is no memory for a shadow; the weights that serve are untouched."""
+    return OmnifleetError(Reason.NO_ROOM, message, knob="refit.without_shadow")
+
+
+def shadow_limit() -> int | None:
+    """The most bytes that a shadow may take of this process's device or host; None: what there is."""
+    told = os.environ.get(LIMIT_ENV)
+    return int(told) if told else None
 
 
 def check_table(body: Mapping[str, Any], table: Mapping[str, tuple[str, Sequence[int]]]) -> None:
@@ -63,6 +81,14 @@ def check_table(body: Mapping[str, Any], table: Mapping[str, tuple[str, Sequence
             raise rejected(f"{tensor['name']} is marked unchanged, but the manifest has no parent")
         if body["parent"] is None and tensor.get("encoding"):
             raise rejected(f"{tensor['name']} is {tensor['encoding']}, but the manifest has no parent")
+
+
+def check_whole(body: Mapping[str, Any]) -> None:
+    """Raises REFIT_REJECTED for a manifest body that does not bring, and prove, every tensor whole."""
+    if body["parent"] is not None or body.get("parts"):
+        raise rejected("without a shadow a refit must be complete, in whole tensors")
+    if body["checksum_algorithm"] == UNVERIFIED:
+        raise rejected("without a shadow nothing is taken that has no checksums")
 
 
 Held = Callable[[str], bytes | bytearray | memoryview]

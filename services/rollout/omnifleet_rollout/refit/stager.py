@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,12 +18,14 @@ from omnifleet.wire.manifest import UNVERIFIED, json_digest
 from omnifleet.wire.needs import NeedsBody, rank_digest
 from omnifleet_refit.windows import needs_body
 from omnifleet_rollout.refit.background import Background
-from omnifleet_rollout.refit.buckets import DTYPES
+from omnifleet_rollout.refit.buckets import DTYPES, Memory
 from omnifleet_rollout.refit.kept import KeptPlans
-from omnifleet_rollout.refit.plan import Plan, agrees, replay
+from omnifleet_rollout.refit.placing import arriving, by_loader, by_plan
+from omnifleet_rollout.refit.plan import Plan, replay
+from omnifleet_rollout.refit.proving import Windows, agrees
 from omnifleet_rollout.refit.reception import NOTHING, Received, Reception, as_bytes
 from omnifleet_rollout.refit.restoring import Restoring, finder
-from omnifleet_rollout.refit.shadow import check_table, rejected
+from omnifleet_rollout.refit.shadow import check_table, check_whole, rejected
 from omnifleet_rollout.refit.weights import Weights
 
 log = logging.getLogger("omnifleet.rollout.refit")
@@ -89,13 +93,19 @@ class Stager:
         return self._plan if self._checked else None
 
     def begin(
-        self, manifest_json: str, source: str, tell: Callable[[int | OmnifleetError], None] | None = None
+        self,
+        manifest_json: str,
+        source: str,
+        tell: Callable[[int | OmnifleetError], None] | None = None,
+        in_place: bool = False,
     ) -> None:
         """Check the manifest and start to receive; `poll` tells when it is done. Raises REFIT_REJECTED, CONFLICT.
 
         tell: called in the end, by the thread that receives, with the bytes staged or why not.
 
         source: path of a file in shared memory, "group://..." or "cuda-ipc:...". The weights that serve are not touched.
+        in_place: they are, and the engine must not step: there is no shadow, a commit only has to confirm. After an error
+        they may be mixed.
         """
         self.drop()
         body = json.loads(manifest_json)
@@ -103,11 +113,19 @@ class Stager:
         if body["checksum_algorithm"] == UNVERIFIED and UNVERIFIED_ENV not in os.environ:
             raise rejected("this worker takes nothing without checksums")
         plan, find = self._believed, finder(self._weights, self._plan, self._model)
+        if in_place:
+            check_whole(body)
+        elif plan is None:
+            self._weights.check_loadable([t["name"] for t in body["tensors"] if t["changed"]])
         legs = self._reception.legs(body, source, plan)
         whole = self._due and all(tensor["changed"] for tensor in body["tensors"])
         self._digest = json_digest(manifest_json.encode())
         self._stage = Background(
-            lambda: self._reception.receive(body, source, legs, plan, find, whole=whole),
+            lambda: (
+                self._place(body, source)
+                if in_place
+                else self._reception.receive(body, source, legs, plan, find, whole=whole)
+            ),
             self._reception.collective.cancel,
             lambda result: _report(result, tell),
         )
@@ -136,13 +154,14 @@ class Stager:
         if not manifest_digest or self._digest != manifest_digest or self._stage is not None:
             raise rejected(f"refit {manifest_digest[:12]} is not in the shadow")
         began, names = time.monotonic(), self._received.names
+        placed = self._received.placed
         with torch.no_grad():
-            by_plan = self._apply()
-        self.refits_by_plan += by_plan
-        weights.commit(names, by_plan=self._plan is not None and self._checked)
+            planned = self._received.by_plan if placed else self._apply()
+        self.refits_by_plan += planned
+        weights.commit(names, by_plan=placed or self._believed is not None)
         self.drop()
         self.last_load_s = time.monotonic() - began
-        return Loaded(len(names), by_plan, self.last_load_s, self.needs_digest)
+        return Loaded(len(names), planned, self.last_load_s, self.needs_digest)
 
     def export(self, path: str, tensors: Sequence[tuple[str, str]]) -> int:
         """Write source tensors of the committed weights (name, dtype) one after another into the file at `path`; bytes.
@@ -174,13 +193,11 @@ class Stager:
 
     def _apply(self) -> bool:
         if self._plan is None:
-            self._weights.check_loadable()
             self._load()
             return False
         if self._due and self._weights.complete:
             return self._check(self._plan)
         if not self._checked:
-            self._weights.check_loadable()
             self._load()
             return False
         self._since_check += 1
@@ -188,9 +205,34 @@ class Stager:
         _wait(self._device)
         return True
 
+    def _place(self, body: Mapping[str, Any], source: str) -> Received:
+        """Take all tensors straight into parameter memory; by the loader where the plan is to be checked, as it happens."""
+        self._reception.memory.release()
+        plan, check = self._believed, self._plan if self._due else None
+        staging = Memory(self._device)
+        with torch.no_grad(), closing(arriving(body, source, self._reception.collective, staging)) as coming:
+            if plan is not None and check is None:
+                names = by_plan(coming, plan, self._model, self._device)
+                self._since_check += 1
+            else:
+                windows = Windows(check, self._model) if check is not None else None
+                names = by_loader(coming, self._weights, self._load, windows)
+                if check is not None and windows is not None:
+                    self._settle(check, windows.different())
+                plan = None
+            _wait(self._device)
+        if set(names) != self._weights.table.keys():
+            raise OmnifleetError(Reason.ENGINE_ERROR, f"{len(names)} tensors came, not those of the model")
+        size = sum(tensor["bytes"] for tensor in body["tensors"])
+        return Received({}, [], frozenset(names), size, placed=True, by_plan=plan is not None)
+
     def _check(self, plan: Plan) -> bool:
-        """Load by plan and by the loader, compare; the loader's result stays. A plan that disagrees is dropped for good."""
-        different = agrees(self._model, plan, self._weights.shadow, self._load)
+        """Load by plan and by the loader, compare; the loader's result stays."""
+        self._settle(plan, agrees(self._model, plan, self._weights.shadow, self._load))
+        return False
+
+    def _settle(self, plan: Plan, different: Sequence[str]) -> None:
+        """Believe a plan from now on, or, if what it makes is different, drop it for good."""
         self._checked, self._since_check = not different, 0
         self._reception.memory.derived = (None, None)  # the loader may have moved parameters
         if different:
@@ -207,7 +249,6 @@ class Stager:
             )
             if self._kept is not None:
                 self._kept.keep(plan)
-        return False
 
 
 def _report(result: Received | Exception, tell: Callable[[int | OmnifleetError], None] | None) -> None:

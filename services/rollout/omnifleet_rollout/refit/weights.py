@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from omnifleet_rollout.engine.checkpoint import read_table
-from omnifleet_rollout.refit.shadow import rejected
+from omnifleet_rollout.refit.shadow import no_room
 
 Sources = dict[str, torch.Tensor]
 
@@ -27,17 +27,19 @@ class Weights:
         self._committed: Sources = {}
         self._by_plan: set[str] = set()
         self.shadow: Sources = {}
+        self.coming: Iterator[tuple[str, torch.Tensor]] | None = None
+        """All of the next version as it arrives, once, where there is no shadow."""
 
     @property
     def complete(self) -> bool:
         """True if the shadow holds every tensor."""
         return self.shadow.keys() == self.table.keys()
 
-    def check_loadable(self) -> None:
-        """Raises REFIT_REJECTED if the loader path lacks a tensor, which a complete refit brings."""
-        lost = self._by_plan - self.shadow.keys()
+    def check_loadable(self, coming: Collection[str]) -> None:
+        """Raises NO_ROOM if the loader path lacks a tensor besides those that come: it is in parameter memory alone."""
+        lost = self._by_plan.difference(coming)
         if lost:
-            raise rejected(f"{len(lost)} tensors of the committed version are in parameter memory alone")
+            raise no_room(f"{len(lost)} tensors of the committed version are kept nowhere for the loader")
 
     def kept(self, name: str) -> torch.Tensor | None:
         """A tensor of the committed version, from the host or, if it was never sent, the checkpoint; None if neither has it."""
@@ -48,7 +50,10 @@ class Weights:
         return _read(self._places()[name], name)
 
     def everything(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of the next version, in the checkpoint's order of names."""
+        """All tensors of the next version: in the checkpoint's order of names, or as they arrive."""
+        if self.coming is not None:
+            yield from self.coming
+            return
         on_disk = self._files()
         for name in self.table:
             tensor = self.shadow.get(name, self._committed.get(name))

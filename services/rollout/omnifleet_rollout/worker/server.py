@@ -117,6 +117,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
                 "logprobs_mode": str(facts.logprobs_mode),
                 "fence": standing.fence,
                 "note": standing.note,
+                "shadow": "yes" if standing.shadow else "no",
             },
         )
 
@@ -140,7 +141,7 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
         return refit_pb2.DescribeReply(
             tensors=facts.tensors,
             transports=facts.transports,
-            shadow=facts.shadow,
+            shadow=facts.shadow and self._gate.standing.shadow,
             version=version_to_wire(self._gate.standing.version),
             engine=facts.info,
             ranks=facts.ranks,
@@ -157,7 +158,10 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
         """See the contract."""
         source = source_of(request, self._engine.facts.transports)
         began = time.monotonic()
-        digest, size = await self._receiver.stage(request.manifest, source, request.deadline_ms / 1000)
+        in_place = in_flight_from_wire(request.in_place) if request.in_place else None
+        digest, size = await self._receiver.stage(
+            request.manifest, source, request.deadline_ms / 1000, in_place
+        )
         return refit_pb2.StageReply(bytes=size, seconds=time.monotonic() - began, manifest_digest=digest)
 
     async def Commit(self, request: refit_pb2.CommitRequest, context: Any) -> refit_pb2.CommitReply:

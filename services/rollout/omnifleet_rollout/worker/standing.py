@@ -24,6 +24,8 @@ class Standing:
         """Why the weights are not whole; "" while they are."""
         self.note = ""
         """Why the weights are whole but older than those that were here before; "" otherwise."""
+        self.shadow = True
+        """False once a stage found no room beside the weights, until one does."""
         self.leaving = asyncio.Event()
         """Set once a drain has begun."""
         self.changed = asyncio.Event()

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from omnifleet.client.fleet import FleetClient, WorkerView
 from omnifleet.client.refit import Commit, EngineView, RefitClient
-from omnifleet.errors import OmnifleetError
+from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import WeightVersion
-from omnifleet_refit.group import Meeting
+from omnifleet_refit.group import Meeting, own_address
 from omnifleet_refit.windows import Needs, needs_of
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.choice import Taker, choose
 from omnifleet_trainer.refit.courier import Courier, Leg, Order, Outcome
 from omnifleet_trainer.refit.handles import handles
+from omnifleet_trainer.refit.on_device import Lifted, OnDevice
 from omnifleet_trainer.refit.parts import Cut
 from omnifleet_trainer.refit.sender import RefitReport, RefitSender
 from omnifleet_trainer.refit.share import Others, deal
@@ -35,33 +34,7 @@ from omnifleet_trainer.refit.snapshot import BUCKET_BYTES, Shipment, Snapshot
 log = logging.getLogger("omnifleet.trainer.refit")
 _REMEMBERED = 16
 """Versions whose digests are kept; a worker further behind gets everything."""
-
-
-class Lifted(Sequence[torch.Tensor]):
-    """Buckets that lie elsewhere: each is on `device` only while it is used."""
-
-    def __init__(self, buckets: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._buckets, self._device = buckets, device
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._buckets[index].to(self._device)
-
-
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """The version in the snapshot, where a `Release` stands for transfer files.
-
-    sent: bytes of the joint sends. owners: tensor -> the trainer's rank that keeps it too, beside the first, if it does.
-    """
-
-    version: WeightVersion
-    encoder_changed: bool
-    snapshot: Snapshot
-    sent: list[int] = field(default_factory=list)
-    owners: Mapping[str, int] = field(default_factory=dict)
+_EVERYTHING = Taker(None, None, sparse=False)
 
 
 class BroadcastSender(RefitSender):
@@ -82,7 +55,7 @@ class BroadcastSender(RefitSender):
         super().__init__(fleet, secret, **settings)
         self._snapshot = Snapshot(device, device_bucket_bytes)
         self._transport = transport
-        self._meeting = Meeting(host or _own_address()) if transport == "nccl" else None
+        self._meeting = Meeting(host or own_address()) if transport == "nccl" else None
         self._couriers: dict[str, Courier] = {}
         self._digests: dict[int, Mapping[str, str]] = {}
         self._using = asyncio.Lock()
@@ -181,7 +154,7 @@ class BroadcastSender(RefitSender):
     async def _send_all(
         self, release: Any, workers: list[WorkerView]
     ) -> tuple[dict[str, Commit], dict[str, str]]:
-        """Stage on all in one broadcast, then commit what is staged."""
+        """Stage on all in one broadcast, then commit what is staged; who has no room for that comes after, one by one."""
         commits: dict[str, Commit] = {}
         failed: dict[str, str] = {}
         turn = asyncio.Lock() if self._rolling else None
@@ -191,18 +164,19 @@ class BroadcastSender(RefitSender):
                 await stack.enter_async_context(self._delivery.turn(worker.id))
             outcomes = await self._stage(release, workers, clients, "all")
 
-            async def commit(worker: str) -> None:
+            async def commit(worker: str, staged: Outcome) -> None:
                 try:
                     with self._delivery.blaming(worker):
-                        outcome = outcomes[worker]
-                        if isinstance(outcome, OmnifleetError):
-                            raise outcome
-                        commits[worker] = await self._delivery.commit(clients[worker], worker, outcome, turn)
+                        commits[worker] = await self._commit(clients[worker], worker, staged, turn)
                 except OmnifleetError as error:
                     failed[worker] = str(error)
                     log.warning("refit of %s to %s failed: %s", worker, release.version, error)
 
-            await asyncio.gather(*(commit(worker.id) for worker in workers))
+            apart = [worker for worker in workers if _no_room(outcomes[worker.id])]
+            together = [worker.id for worker in workers if worker not in apart]
+            await asyncio.gather(*(commit(id, outcomes[id]) for id in together))
+            for worker in apart:
+                await commit(worker.id, await self._stage_alone(release, worker, clients[worker.id]))
         return commits, failed
 
     async def _bring(self, worker: WorkerView, release: Any) -> WeightVersion:
@@ -217,10 +191,24 @@ class BroadcastSender(RefitSender):
     async def _bring_whole(self, worker: WorkerView, release: OnDevice) -> WeightVersion:
         async with self._delivery.open(worker) as client:
             with self._delivery.blaming(worker.id):
-                outcome = (await self._stage(release, [worker], {worker.id: client}, worker.id))[worker.id]
-                if isinstance(outcome, OmnifleetError):
-                    raise outcome
-                return (await self._delivery.commit(client, worker.id, outcome)).version
+                outcome = await self._stage_alone(release, worker, client)
+                return (await self._commit(client, worker.id, outcome)).version
+
+    async def _commit(
+        self, client: RefitClient, worker: str, staged: Outcome, turn: asyncio.Lock | None = None
+    ) -> Commit:
+        if isinstance(staged, OmnifleetError):
+            raise staged
+        return await self._delivery.commit(client, worker, staged, turn)
+
+    async def _stage_alone(self, release: OnDevice, worker: WorkerView, client: RefitClient) -> Outcome:
+        """What it lacks, into a shadow; where there is no room, and it may be fenced, all of it, straight into place."""
+        clients = {worker.id: client}
+        outcome = (await self._stage(release, [worker], clients, worker.id))[worker.id]
+        if not _no_room(outcome) or not self._fences:
+            return outcome
+        async with self._one_fenced:
+            return (await self._stage(release, [worker], clients, worker.id, in_place=True))[worker.id]
 
     async def _stage(
         self,
@@ -228,6 +216,8 @@ class BroadcastSender(RefitSender):
         workers: list[WorkerView],
         clients: Mapping[str, RefitClient],
         courier: str,
+        *,
+        in_place: bool = False,
     ) -> dict[str, Outcome]:
         views: dict[str, EngineView] = {}
         outcomes: dict[str, Outcome] = {}
@@ -236,13 +226,19 @@ class BroadcastSender(RefitSender):
                 views[worker.id] = await clients[worker.id].describe(deadline_s=self._delivery.timeout_s)
             except OmnifleetError as error:
                 outcomes[worker.id] = error
+                continue
+            if courier == "all" and not views[worker.id].shadow:  # it would break the round for all
+                outcomes[worker.id] = retryable(Reason.NO_ROOM, f"{worker.id} had no room for a shadow")
+                del views[worker.id]
         if not views:
             return outcomes
         snapshot = release.snapshot
         lives = snapshot is self._snapshot  # else it is on the host, which is slow to cut
         needs = await self._needs(views, clients) if lives and self._meeting is not None else []
         takers = {
-            worker.id: self._taker(worker, views[worker.id]) for worker in workers if worker.id in views
+            worker.id: _EVERYTHING if in_place else self._taker(worker, views[worker.id])
+            for worker in workers
+            if worker.id in views
         }
         owners = release.owners if courier == "all" else {}
         shipments = await asyncio.to_thread(
@@ -250,7 +246,10 @@ class BroadcastSender(RefitSender):
         )
         for id, shipment in shipments.items():
             self._delivery.expect(id, shipment.version)
-        orders = {id: Order(clients[id], shipment, views[id].ranks) for id, shipment in shipments.items()}
+        policy = self._delivery.in_flight if in_place else None
+        orders = {
+            id: Order(clients[id], shipment, views[id].ranks, policy) for id, shipment in shipments.items()
+        }
         shipment = next(iter(shipments.values()))
         release.sent.append(shipment.bytes)
         staged = await self._move(orders, self._legs(snapshot, shipment), courier)
@@ -308,7 +307,7 @@ class BroadcastSender(RefitSender):
 
         async def stage(order: Order) -> Outcome:
             try:
-                return await order.client.stage(order.shipment.manifest, source, deadline_s=timeout_s)
+                return await order.stage(source, timeout_s)
             except OmnifleetError as error:
                 return error
 
@@ -321,9 +320,5 @@ class BroadcastSender(RefitSender):
         self._couriers.clear()
 
 
-def _own_address() -> str:
-    """This host's address by its own name; the loopback if it has none."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+def _no_room(outcome: Outcome) -> bool:
+    return isinstance(outcome, OmnifleetError) and outcome.reason is Reason.NO_ROOM

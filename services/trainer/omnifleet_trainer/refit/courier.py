@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from omnifleet.client.refit import RefitClient, Seat
+from omnifleet.client.refit import RefitClient, Seat, Source
 from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet.types import InFlight
 from omnifleet_refit.group import Meeting
 from omnifleet_trainer.refit.parts import Part, part_body
 from omnifleet_trainer.refit.sending import Errand, Sending
@@ -33,11 +34,18 @@ _BROKEN = (Reason.UNAVAILABLE, Reason.DEADLINE, Reason.CONFLICT)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one worker is to stage. ranks: processes of its engine."""
+    """What one worker is to stage. ranks: processes of its engine. in_place: see `RefitClient.stage`."""
 
     client: RefitClient
     shipment: Shipment
     ranks: int = 1
+    in_place: InFlight | None = None
+
+    def stage(self, source: Source, deadline_s: float) -> Coroutine[Any, Any, str]:
+        """Have it staged from there; the manifest's digest as the worker sees it. Raises what it says."""
+        return self.client.stage(
+            self.shipment.manifest, source, deadline_s=deadline_s, in_place=self.in_place
+        )
 
 
 Outcome = str | OmnifleetError
@@ -150,8 +158,7 @@ class Courier:
         rank, size = 1, sizes[0] if whole else 1 + len(orders)
         for id, order in orders.items():
             seat = Seat(self._meeting.host, self._meeting.port, self._name, rank, size)
-            stage = order.client.stage(order.shipment.manifest, seat, deadline_s=deadline_s)
-            stages[id] = asyncio.create_task(stage)
+            stages[id] = asyncio.create_task(order.stage(seat, deadline_s))
             rank += order.ranks if whole else 1
         dropped: set[str] = set()
         try:

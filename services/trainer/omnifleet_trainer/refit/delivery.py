@@ -20,10 +20,11 @@ _EDITIONS = 1024
 
 
 class Delivery:
-    """Knows of each worker what it committed to us last, else what it reports. `timeout_s`: of stage and of commit."""
+    """Knows of each worker what it committed to us last, else what it reports. timeout_s: of stage and of commit. in_flight: what
+    becomes of requests that run."""
 
     def __init__(self, secret: str, in_flight: InFlight, timeout_s: float) -> None:
-        self._secret, self._in_flight, self._timeout_s = secret, in_flight, timeout_s
+        self._secret, self.in_flight, self._timeout_s = secret, in_flight, timeout_s
         self._issued: dict[WeightVersion, None] = {}
         self._at: dict[str, tuple[WeightVersion, float]] = {}
         self._broken: set[str] = set()
@@ -67,15 +68,24 @@ class Delivery:
         if error.reason is Reason.REFIT_REJECTED:
             self._refused.add(worker)
 
-    async def send(self, worker: WorkerView, parcel: Parcel, turn: asyncio.Lock | None = None) -> Commit:
+    async def send(
+        self,
+        worker: WorkerView,
+        parcel: Parcel,
+        turn: asyncio.Lock | None = None,
+        *,
+        in_place: bool = False,
+    ) -> Commit:
         """Stage, then commit (in turn). Until the worker says so, nothing is known of what it serves.
+
+        in_place: without a shadow; the parcel is a complete one.
 
         Raises what the worker says, or UNAVAILABLE, DEADLINE; one that refused or was fenced needs a complete file.
         """
         self.expect(worker.id, parcel.version)
         with parcel.transfer.in_use(), self.blaming(worker.id):
             async with RefitClient.open(worker.grpc_address, self._secret) as client:
-                digest = await self._stage(client, worker, parcel)
+                digest = await self._stage(client, worker, parcel, in_place)
                 return await self.commit(client, worker.id, digest, turn)
 
     def expect(self, worker: str, version: WeightVersion) -> None:
@@ -88,7 +98,7 @@ class Delivery:
     ) -> Commit:
         """Have a worker serve what it staged, in turn. Raises what it says."""
         async with turn or _no_turn():
-            commit = await client.commit(digest, self._in_flight, deadline_s=self._timeout_s)
+            commit = await client.commit(digest, self.in_flight, deadline_s=self._timeout_s)
         self._broken.discard(worker)
         self._at[worker] = (commit.version, time.monotonic())
         return commit
@@ -136,9 +146,10 @@ class Delivery:
         self._broken &= living
         self._refused &= living
 
-    async def _stage(self, client: RefitClient, worker: WorkerView, parcel: Parcel) -> str:
-        transfer, deadline_s = parcel.transfer, self._timeout_s
-        seen = await client.stage(parcel.manifest, File(transfer.path, transfer.size), deadline_s=deadline_s)
+    async def _stage(self, client: RefitClient, worker: WorkerView, parcel: Parcel, in_place: bool) -> str:
+        file = File(parcel.transfer.path, parcel.transfer.size)
+        policy = self.in_flight if in_place else None
+        seen = await client.stage(parcel.manifest, file, deadline_s=self._timeout_s, in_place=policy)
         if seen != parcel.version.manifest_digest:
             await client.abort(seen, "the digests of the manifest differ")
             raise OmnifleetError(

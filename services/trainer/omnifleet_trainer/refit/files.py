@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,8 @@ class FileSender(RefitSender):
             parcel = release.complete() if parent is None else await self._parcel(worker, release, parent)
             release.sent = max(release.sent, parcel.transfer.size)
             try:
-                return await self._delivery.send(worker, parcel, turn if self._rolling else None)
+                sent = self._delivery.send(worker, parcel, turn if self._rolling else None)
+                return await self._or_in_place(worker, release, sent)
             except OmnifleetError as error:
                 if parcel.transfer is release.step:
                     self._delivery.refused_sparse(worker.id, error)
@@ -159,7 +160,7 @@ class FileSender(RefitSender):
             if serves.number == release.version.number:
                 return serves
             parcel = await self._parcel(worker, release, serves)
-            return (await self._delivery.send(worker, parcel)).version
+            return (await self._or_in_place(worker, release, self._delivery.send(worker, parcel))).version
         try:
             return await self._send_whole(worker, release)
         finally:
@@ -167,9 +168,25 @@ class FileSender(RefitSender):
                 release.drop_complete()
 
     async def _send_whole(self, worker: WorkerView, release: Release) -> WeightVersion:
+        sent = self._delivery.send(worker, await self._complete(release))
+        return (await self._or_in_place(worker, release, sent)).version
+
+    async def _complete(self, release: Release) -> Parcel:
         async with self._composing:
             await asyncio.to_thread(release.compose, self._shm_dir, self._bucket_bytes)
-        return (await self._delivery.send(worker, release.complete())).version
+        return release.complete()
+
+    async def _or_in_place(self, worker: WorkerView, release: Release, sent: Awaitable[Commit]) -> Commit:
+        """What was sent; where there is no room for it, and the worker may be fenced, all of it, straight into place."""
+        try:
+            return await sent
+        except OmnifleetError as error:
+            if error.reason is not Reason.NO_ROOM or not self._fences:
+                raise
+        async with self._one_fenced:
+            parcel = await self._complete(release)
+            release.sent = max(release.sent, parcel.transfer.size)
+            return await self._delivery.send(worker, parcel, in_place=True)
 
     async def _restore(self, worker: WorkerView, release: Any) -> WeightVersion:
         """Put a quarantined worker back to an older version. Its file goes when nobody reads it any more."""

@@ -20,7 +20,12 @@ async def open_sender(
     """Connect a sender of the configured transport; settings: see `RefitSender`. The snapshot lies on the first GPU."""
     if config.transport == "shm":
         sending = FileSender.open(
-            fleet_address, secret, rolling=config.rolling, sparse=config.sparse, **settings
+            fleet_address,
+            secret,
+            rolling=config.rolling,
+            sparse=config.sparse,
+            without_shadow=config.without_shadow,
+            **settings,
         )
         async with sending as sender:
             yield sender
@@ -39,6 +44,7 @@ async def open_sender(
         device_bucket_bytes=config.bucket_bytes,
         rolling=config.rolling,
         sparse=config.sparse,
+        without_shadow=config.without_shadow,
         **settings,
     ) as sender:
         yield sender

@@ -53,7 +53,8 @@ class RefitSender(ABC):
 
     timeout_s: deadline of a worker's stage and of its commit, each. rolling: commit worker after worker, so that the
     others serve meanwhile; else all at once. max_lag: numbers that a serving worker may be behind the announced one.
-    sparse: also make steps of the values that changed alone, and send those where they are smaller.
+    sparse: also make steps of the values that changed alone, and send those where they are smaller. without_shadow: "fence" or
+    "refuse", what a worker does that serves and has no room for a shadow.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class RefitSender(ABC):
         rolling: bool = False,
         max_lag: int = 1,
         sparse: bool = True,
+        without_shadow: str = "fence",
     ) -> None:
         self._fleet, self._run, self._lineage, self._pool = fleet, run, lineage, pool
         self._rolling, self._max_lag, self._sparse = rolling, max_lag, sparse
+        self._fences, self._one_fenced = without_shadow == "fence", asyncio.Lock()
         self._delivery = Delivery(secret, in_flight, timeout_s)
         self._watch = Watch(self._delivery, self._before, self._restore)
         self._publishing = False
