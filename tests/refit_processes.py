@@ -102,11 +102,13 @@ def run_receiver(
     hidden: int = HIDDEN,
     ranks: Sequence[tuple[int, int]] = ((0, 2),),
     device: str = "cpu",
+    shadow: int | None = None,
 ) -> None:
     """The process of a `Remote`: says its address, then answers each message with (fenced, version, whole).
 
     After "stop at commit" it says so when the next commit is in its gate, and goes no further until "go on". After
-    "stop at join" it says so when the next stage is about to meet its group, and never goes further.
+    "stop at join" it says so when the next stage is about to meet its group, and never goes further. shadow: bytes that it may
+    take for one; None: all there is.
     """
     settle(deaf, hidden)
     place, gone_on = own(device), asyncio.Event()
@@ -121,6 +123,7 @@ def run_receiver(
 
     async def serve() -> None:
         async with receiving(Path(checkpoint), 1, ranks=ranks, device=place) as (worker,):
+            worker.engine.limit_shadow(shadow)
             pipe.send(worker.address)
             while message := await asyncio.to_thread(pipe.recv):
                 if message == "stop at commit":
@@ -216,7 +219,7 @@ def run_sender(
 ) -> None:
     """A sender that publishes step 0 whole, then `step`, and says `phase` when it is there; it goes on when it is told to.
 
-    deadline_s: of the second stage. in_place: it goes straight into place.
+    deadline_s: of the second stage. in_place: straight into place for who has no room.
     """
     settle(deaf, hidden)
 
@@ -241,12 +244,11 @@ def run_sender(
             }
             workers = [Remote(id, None, client) for id, client in clients.items()]
             sender = Sender(f"killed {phase}", torch.device(device))
+            sender.in_place = InFlight.KEEP if in_place else None
             await sender.publish(workers, 0)
             shipment = sender.pack(step, whole=True)
             reached("packed")
-            policy = InFlight.KEEP if in_place else None
-            buckets = Slow(sender.buckets(shipment))
-            outcomes = await sender.stage(workers, shipment, buckets, deadline_s, policy)
+            outcomes = await sender.stage(workers, shipment, Slow(sender.buckets(shipment)), deadline_s)
             reached("staged")
             for worker in workers:
                 await worker.client.commit(str(outcomes[worker.id]), InFlight.KEEP, deadline_s=DEADLINE_S)

@@ -235,6 +235,8 @@ class Sender:
         self.courier = Courier(Meeting("127.0.0.1"), device)
         self.version: WeightVersion | None = None
         self.digests: dict[str, str] = {}
+        self.in_place: InFlight | None = None
+        """Set: who has no room for a shadow takes it straight into place."""
 
     def pack(self, step: int, *, whole: bool = False) -> Shipment:
         """Make the version of a step, on top of the last one or whole."""
@@ -256,10 +258,9 @@ class Sender:
         shipment: Shipment,
         buckets: Sequence[torch.Tensor] | None = None,
         deadline_s: float = DEADLINE_S,
-        in_place: InFlight | None = None,
     ) -> dict[str, Outcome]:
         """Broadcast; worker -> outcome."""
-        orders = {w.id: Order(w.client, shipment, w.ranks, in_place) for w in workers}
+        orders = {w.id: Order(w.client, shipment, w.ranks, self.in_place) for w in workers}
         return await self.courier.stage(orders, buckets or self.buckets(shipment), deadline_s)
 
     async def publish(

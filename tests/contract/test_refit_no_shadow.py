@@ -102,6 +102,19 @@ async def test_one_without_room_is_fenced_after_the_others_and_holds_the_same_by
         assert victim.counters.count("refits_in_place") == 3 and (await victim.client.describe()).shadow
 
 
+async def test_an_engine_of_two_ranks_takes_it_in_place_on_both(tmp_path: Path) -> None:
+    both = ((0, 2), (1, 2))
+    async with receiving(write_checkpoint(tmp_path / "c"), 1, ranks=both) as (worker,):
+        sender = Sender()
+        sender.in_place = InFlight.KEEP
+        worker.engine.limit_shadow(0)
+        for step in range(2):
+            await sender.publish([worker], step, whole=True)
+            assert worker.holds(step) and worker.counters.count("refits_in_place") == step + 1
+        assert worker.engine.by_plan == [False, True]
+        sender.courier.close()
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_no_two_are_fenced_at_once_and_the_whole_fleet_comes_through(
     tmp_path: Path, transport: str
@@ -149,14 +162,14 @@ async def test_what_arrives_wrong_leaves_it_fenced_until_a_complete_refit(
 ) -> None:
     async with receiving(write_checkpoint(tmp_path / "c"), 2, planned=planned) as (worker, other):
         sender = Sender()
-        sender.snapshot._limit = 512
+        sender.in_place, sender.snapshot._limit = InFlight.KEEP, 512
         await sender.publish([worker, other], 0)
         worker.engine.limit_shadow(0)
         for step, fault in enumerate(FAULTS, 1):
             whole = sender.pack(step, whole=True)
             *good, last = sender.buckets(whole)
             bad = good if fault == "missing" else good + damaged([last], fault)
-            deadline_s = 3.0 if fault == "missing" else DEADLINE_S
+            deadline_s = 1.0 if fault == "missing" else DEADLINE_S
             orders = {"w0": Order(worker.client, whole, in_place=InFlight.KEEP)}
             outcome = (await sender.courier._round(orders, [Leg(bad)], deadline_s))["w0"]
             assert isinstance(outcome, OmnifleetError), outcome
@@ -166,9 +179,9 @@ async def test_what_arrives_wrong_leaves_it_fenced_until_a_complete_refit(
             with pytest.raises(OmnifleetError) as caught:
                 worker.gate.reserve(1)
             assert caught.value.reason is Reason.FENCED and caught.value.retryable
-            on_top = (await sender.stage([worker], sender.pack(step), in_place=InFlight.KEEP))["w0"]
+            on_top = (await sender.stage([worker], sender.pack(step)))["w0"]
             assert isinstance(on_top, OmnifleetError) and "complete refit" in on_top.message
-            healing = (await sender.stage([worker], whole, in_place=InFlight.KEEP))["w0"]
+            healing = (await sender.stage([worker], whole))["w0"]
             assert isinstance(healing, str) and worker.holds(step), "it serves at once, without a commit"
             commit = await worker.client.commit(healing, InFlight.KEEP, deadline_s=DEADLINE_S)
             assert commit.version == worker.version and commit.tensors_loaded == len(tensors(0))
@@ -242,6 +255,7 @@ async def test_a_load_that_breaks_in_place_fences_and_the_engine_goes_on_after_t
 async def test_a_plan_that_makes_something_else_is_dropped_where_sources_pass_by_once(tmp_path: Path) -> None:
     async with receiving(write_checkpoint(tmp_path / "c"), 1) as (worker,):
         sender = Sender()
+        sender.in_place = InFlight.KEEP
         worker.engine.limit_shadow(0)
         load = worker.engine.stager._load
 
@@ -251,9 +265,7 @@ async def test_a_plan_that_makes_something_else_is_dropped_where_sources_pass_by
 
         worker.engine.stager._load = turning
         for step in range(2):
-            outcome = (await sender.stage([worker], sender.pack(step, whole=True), in_place=InFlight.KEEP))[
-                "w0"
-            ]
+            outcome = (await sender.stage([worker], sender.pack(step, whole=True)))["w0"]
             assert isinstance(outcome, str), outcome
         assert worker.engine.by_plan == [False, False] and worker.engine.stager.needs_digest == ""
         want = expected(1) | {"norm": expected(1)["norm"] * 2}

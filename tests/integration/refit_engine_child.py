@@ -37,6 +37,8 @@ from omnifleet.telemetry.counters import Counters  # noqa: E402
 from omnifleet.types import InFlight, WeightVersion  # noqa: E402
 from omnifleet.wire.manifest import base_version  # noqa: E402
 from omnifleet_rollout.engine.vllm_engine import VllmEngine  # noqa: E402
+from omnifleet_rollout.refit.reception import Reception  # noqa: E402
+from omnifleet_rollout.refit.shadow import no_room  # noqa: E402
 from omnifleet_rollout.refit.weights import Weights  # noqa: E402
 
 PROMPTS, HALF_WAY = 64, 10
@@ -53,6 +55,18 @@ def break_loads(flag: Path) -> None:
             yield item
 
     Weights.everything = broken
+
+
+def forbid_shadows(flag: Path) -> None:
+    """While `flag` is there, no stage finds room beside the weights, in engines started from now on."""
+    receive = Reception.receive
+
+    def full(self: Reception, *told: Any, **more: Any) -> Any:
+        if flag.exists():
+            raise no_room("no room for a shadow here")
+        return receive(self, *told, **more)
+
+    Reception.receive = full
 
 
 @asynccontextmanager
@@ -101,7 +115,9 @@ async def main(folder: Path) -> None:
     from omnifleet_rollout.worker.standing import Standing
 
     model, exported, flag = folder / "model", folder / "exported", folder / "break loads"
+    full = folder / "no room"
     break_loads(flag)
+    forbid_shadows(full)
     weights = load_file(model / "model.safetensors")
     async with engine_of(model) as engine:
         # No gRPC and no group before the engine is up: its process is forked from this one.
@@ -140,7 +156,7 @@ async def main(folder: Path) -> None:
 
             sending = asyncio.create_task(asyncio.to_thread(send))
             try:
-                digest, _ = await receiver.stage(shipment.manifest, source, 60)
+                digest, _ = await receiver.stage(shipment.manifest, source, 60, InFlight.RECOMPUTE)
             finally:
                 await asyncio.gather(sending, return_exceptions=True)
             return digest
@@ -168,6 +184,14 @@ async def main(folder: Path) -> None:
         flag.unlink()
         await receiver.commit(await stage(6, now=last), InFlight.RECOMPUTE, 60)
         mended = await scores(engine)
+        full.touch()
+        try:
+            await stage(7, broken=True)
+            in_place = ""
+        except OmnifleetError as error:
+            in_place = error.message if gate.standing.fence else ""
+        await receiver.commit(await stage(8, now=last), InFlight.RECOMPUTE, 60)
+        placed = await scores(engine)
         version, fence = gate.standing.version.number, gate.standing.fence
     shutil.copytree(model, exported)
     save_file(last, exported / "model.safetensors", metadata={"format": "pt"})
@@ -175,7 +199,7 @@ async def main(folder: Path) -> None:
         theirs = await scores(fresh)
     print("RESULT " + json.dumps({"moved": before != first, "refused": refused, "kept": after_fault == first,
                                   "version": version, "fenced": fenced, "fence": fence, "ours": ours, "mended": mended,
-                                  "theirs": theirs}))  # fmt: skip
+                                  "in_place": in_place, "placed": placed, "theirs": theirs}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ _PAUSE_S = 0.25
 _PING_S = 3.0
 _BROKEN = (Reason.UNAVAILABLE, Reason.DEADLINE, Reason.CONFLICT)
 """How a member fails for whom only the group broke; also how one fails that is the cause. A ping tells them apart."""
+_LEFT = (*_BROKEN, Reason.FENCED)
+"""How a member fails that may be in the group no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class Courier:
                 dropped = await self._break(orders, stages, names)
             results = await asyncio.gather(*stages.values(), return_exceptions=True)
             await asyncio.gather(*sending, return_exceptions=True)
-            if any(isinstance(result, OmnifleetError) and result.reason in _BROKEN for result in results):
+            if any(isinstance(result, OmnifleetError) and result.reason in _LEFT for result in results):
                 self.close()  # who failed so has left the group, even if all of it was sent
         except asyncio.CancelledError:
             await asyncio.shield(self._break(orders, stages, names))
