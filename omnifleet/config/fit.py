@@ -50,6 +50,11 @@ def check_turns(recipe: Recipe) -> None:
         raise ValueError(
             "rollout.sleep_level: a canary needs trainer and engine on the device at once; leave refit.canary out"
         )
+    if refit.without_shadow == "refuse":
+        raise ValueError(
+            "rollout.sleep_level: a sleeping engine serves nothing, so it gains nothing by refusing weights that it has no "
+            "second place for; set refit.without_shadow = fence"
+        )
     if recipe.rollout.kv_after_refit is InFlight.DRAIN:
         raise ValueError(
             "rollout.sleep_level: sleeping requests finish nothing; set kv_after_refit = recompute"

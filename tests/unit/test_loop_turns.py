@@ -121,6 +121,7 @@ async def test_devices_that_do_not_change_hands_end_the_run_with_the_reason(tmp_
         ({"refit": {"canary": {}}}, "leave refit.canary out"),
         ({"rollout": {"kv_after_refit": "drain"}}, "finish nothing"),
         ({"rollout": {"kv_after_refit": "keep"}}, "drops KV"),
+        ({"refit": {"without_shadow": "refuse"}}, "gains nothing by refusing"),
         ({"rollout": {"sleep_level": 2}, "trainer": {"refit_every": 2, "max_staleness": 1}}, "drops weights"),
     ],
 )
