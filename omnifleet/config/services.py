@@ -24,7 +24,7 @@ class MediaLimits(StrictModel):
     frames: int = Field(2048, gt=0)
     """Most frames taken from one clip."""
     seconds: float = Field(3600.0, gt=0)
-    """Longest audio track, and longest clip of which all frames are wanted."""
+    """Longest audio track, clip or animation, however few of its frames are wanted."""
     decode_seconds: float = Field(20.0, gt=0)
     """Longest decode of one source; its process is then replaced."""
     decode_memory_bytes: int = Field(2 << 30, gt=0)

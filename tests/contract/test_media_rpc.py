@@ -298,11 +298,12 @@ async def test_hsh_13_timing_is_part_of_a_clip(tmp_path: Path) -> None:
     assert len([p for p in (tmp_path / "media" / "blobs" / "frame").rglob("*") if p.is_file()]) == 4
 
 
-async def test_frames_of_a_clip_are_limited(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "limit"), [("frames", 4), ("seconds", 1.9)])
+async def test_clips_are_limited(tmp_path: Path, name: str, limit: float) -> None:
     contract = media_pb2.DecodeContract(sampling="uniform@1")
-    async with served(tmp_path, limits={"frames": 4}) as client:
+    async with served(tmp_path, limits={name: limit}) as client:
         error = await refused(client.put(clip(5), "run", kind=MediaKind.VIDEO, contract=contract))
-    assert (error.reason, error.knob) == (Reason.LIMIT_EXCEEDED, "media.limits.frames")
+    assert (error.reason, error.knob) == (Reason.LIMIT_EXCEEDED, f"media.limits.{name}")
 
 
 def clip(fps: int, count: int = 10) -> bytes:

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import omnifleet_media.decode.animation
+import omnifleet_media.decode.clip
 from omnifleet.address import frame_digest
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.decode import picture
 from omnifleet_media.decode.clip import decode_clip
+from omnifleet_media.decode.delays import length_s
 from omnifleet_media.decode.sequential import read_in_order
 from omnifleet_media.ingest.sniff import sniff
 from omnifleet_media.sandbox.frames import own_room
@@ -29,6 +32,7 @@ NOTHING_ASKED = {
     "threads": 1,
     "pixels": 1 << 24,
     "frames": 512,
+    "seconds": 60.0,
     "bytes": 1 << 28,
 }
 B_FRAMES = h264(greys(24))
@@ -238,11 +242,39 @@ def test_reading_in_order_is_what_seeking_gives() -> None:
         ({"frames": 4}, "media.limits.frames"),
         ({"pixels": 64 * 48 - 1}, "media.limits.pixels"),
         ({"bytes": 24 * 64 * 48 * 3 - 1}, "media.limits.decode_memory_bytes"),
+        ({"seconds": 2.3}, "media.limits.seconds"),
+        ({"seconds": 2.3, "num_frames": 1}, "media.limits.seconds"),
     ],
 )
-def test_limits_are_checked_before_the_frames(limit: dict[str, int], knob: str) -> None:
+def test_limits_are_checked_before_the_frames(
+    limit: dict[str, float], knob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(omnifleet_media.decode.clip, "_take", None)  # no frame is decoded
     error = refused(B_FRAMES, **limit)
     assert (error.reason, error.knob) == (Reason.LIMIT_EXCEEDED, knob)
+
+
+def test_the_length_of_a_clip_is_that_of_its_pictures() -> None:
+    """A container that promises hours is not refused for them, and one that conceals them is not taken for it."""
+    assert len(decoded(B_FRAMES, seconds=2.4).frames) == 24
+    whole = h264(greys(24), muxer={"movflags": "+faststart"})
+    cut = decoded(whole[: int(len(whole) * 0.8)], seconds=2.39)
+    assert cut.facts["truncated"] == "true"
+    assert len(cut.frames) < 24
+    assert decoded(promising(B_FRAMES, 10 * 3600), seconds=2.4, num_frames=2).indices == [0, 23]
+    assert refused(promising(B_FRAMES, 1), seconds=2.3).knob == "media.limits.seconds"
+    sparse = clip(greys(3), at=[0, 1_000, 7_200_000])
+    assert refused(sparse, seconds=3600.0, num_frames=1).knob == "media.limits.seconds"
+
+
+def promising(data: bytes, seconds: int) -> bytes:
+    """The same MP4 whose headers of film, track and stream all say this length."""
+    for box, scale_at, length_at in ((b"mvhd", 12, 16), (b"tkhd", None, 20), (b"mdhd", 12, 16)):
+        at = data.index(box) + 4
+        if scale_at is not None:
+            scale = struct.unpack(">I", data[at + scale_at : at + scale_at + 4])[0]
+        data = data[: at + length_at] + struct.pack(">I", seconds * scale) + data[at + length_at + 4 :]
+    return data
 
 
 @pytest.mark.parametrize(
@@ -323,7 +355,31 @@ def test_an_animation_has_limits() -> None:
         ({"frames": 2}, "frames"),
         ({"bytes": 35}, "decode_memory_bytes"),
         ({"pixels": 3}, "pixels"),
+        ({"seconds": 0.29}, "seconds"),
+        ({"seconds": 0.29, "num_frames": 1}, "seconds"),
     ):
         with pytest.raises(OmnifleetError) as caught:
             played(data, **limit)
         assert (caught.value.reason, caught.value.knob) == (Reason.LIMIT_EXCEEDED, f"media.limits.{knob}")
+
+
+@pytest.mark.parametrize(("codec", "options"), [("GIF", {}), ("WEBP", {"lossless": True}), ("PNG", {})])
+def test_the_length_of_an_animation_is_known_before_its_pixels(
+    codec: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = animation(codec, RGB, [100, 3000, 0], **options)
+    assert length_s(codec, data) == pytest.approx(3.2)
+    assert played(data, seconds=3.2).times == pytest.approx([0, 0.1, 3.1])
+    assert all(length_s(codec, data[:cut]) <= 3.2 for cut in range(0, len(data), 7))
+    monkeypatch.setattr(omnifleet_media.decode.animation, "_starts", None)  # no frame is decoded
+    with pytest.raises(OmnifleetError) as caught:
+        played(data, seconds=3.1)
+    assert (caught.value.reason, caught.value.knob) == (Reason.LIMIT_EXCEEDED, "media.limits.seconds")
+
+
+def test_an_animation_whose_headers_say_nothing_ends_at_the_limit() -> None:
+    data = animation("AVIF", RGB, [1000, 1000, 1000], quality=100)
+    assert played(data, seconds=3.0).times == pytest.approx([0, 1, 2])
+    with pytest.raises(OmnifleetError) as caught:
+        played(data, seconds=2.9)
+    assert caught.value.knob == "media.limits.seconds"

@@ -39,6 +39,7 @@ ASKED = {
     "background": "ffffff",
     "pixels": 1 << 20,
     "frames": 64,
+    "seconds": 60.0,
     "bytes": 1 << 24,
 }
 
@@ -172,7 +173,7 @@ def test_a_bundle_is_limited(two: Path) -> None:
         bundle(FrameManifest.parse(reference(two)), from_disk, 2 * len(png(0)) - 1)
     assert (caught.value.reason, caught.value.knob) == (Reason.LIMIT_EXCEEDED, "media.limits.source_bytes")
     data = bundle(FrameManifest.parse(reference(two)), from_disk, LIMIT)
-    for limit in ({"frames": 1}, {"bytes": 2 * 36 - 1}, {"pixels": 11}):
+    for limit in ({"frames": 1}, {"bytes": 2 * 36 - 1}, {"pixels": 11}, {"seconds": 0.9}):
         with pytest.raises(OmnifleetError) as caught:
             decoded(data, **limit)
         assert caught.value.reason is Reason.LIMIT_EXCEEDED

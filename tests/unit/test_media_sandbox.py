@@ -166,6 +166,7 @@ ASKED = {
     "threads": 2,
     "pixels": 1 << 20,
     "frames": 64,
+    "seconds": 60.0,
     "bytes": 1 << 24,
 }
 

@@ -9,12 +9,10 @@ import numpy as np
 from PIL import Image
 
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_media.decode.delays import length_s, shown_ms
 from omnifleet_media.decode.picture import Pixels, canonical, open_picture
-from omnifleet_media.decode.sampling import frame_indices, prompt_clock
+from omnifleet_media.decode.sampling import check_length, frame_indices, prompt_clock
 from omnifleet_media.sandbox.frames import Header
-
-_SHORTEST_MS = 10.0
-_INSTEAD_MS = 100.0  # what browsers show for a duration of nothing
 
 
 def decode_animation(header: Header, data: bytes) -> tuple[Header, Sequence[memoryview]]:
@@ -26,7 +24,8 @@ def decode_animation(header: Header, data: bytes) -> tuple[Header, Sequence[memo
         total = int(getattr(picture, "n_frames", 1))
         if total > header["frames"] and header["num_frames"] == 0:
             raise _too_many(total, header["frames"])
-        starts, length = _starts(picture, total)
+        check_length(length_s(header["codec"], data), header["seconds"])
+        starts, length = _starts(picture, total, header["seconds"])
         fps = total / length
         indices = frame_indices(
             header["sampling"],
@@ -52,15 +51,15 @@ def decode_animation(header: Header, data: bytes) -> tuple[Header, Sequence[memo
     return answer, [frames.data.cast("B")]
 
 
-def _starts(picture: Image.Image, total: int) -> tuple[list[float], float]:
-    """Second at which each frame starts, and the length of the animation."""
+def _starts(picture: Image.Image, total: int, limit: float) -> tuple[list[float], float]:
+    """Second at which each frame starts, and the length of the animation. Stops at the frame that is beyond the limit."""
     starts, now = [], 0.0
     for i in range(total):
         picture.seek(i)
         picture.load()  # some codecs know a frame's duration only then
         starts.append(round(now / 1000, 6))
-        duration = float(picture.info.get("duration") or 0.0)
-        now += duration if duration > _SHORTEST_MS else _INSTEAD_MS
+        now += shown_ms(float(picture.info.get("duration") or 0.0))
+        check_length(now / 1000, limit)
     return starts, now / 1000
 
 

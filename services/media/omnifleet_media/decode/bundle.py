@@ -8,14 +8,14 @@ import numpy as np
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet_media.decode.picture import Pixels, decode_picture
-from omnifleet_media.decode.sampling import prompt_clock
+from omnifleet_media.decode.sampling import check_length, prompt_clock
 from omnifleet_media.ingest.frame_manifest import open_bundle
 from omnifleet_media.ingest.sniff import sniff
 from omnifleet_media.sandbox.frames import Header
 
 
 def decode_bundle(header: Header, data: bytes) -> tuple[Header, Sequence[memoryview]]:
-    """header: sampling, num_frames (0 = all), background; limits pixels, frames and bytes. Answers as of a clip.
+    """header: sampling, num_frames (0 = all), background; limits pixels, frames, seconds and bytes. Answers as of a clip.
 
     Raises OmnifleetError: INVALID_MEDIA if frames differ in size, INVALID_REQUEST if another number of them is asked
     for, LIMIT_EXCEEDED.
@@ -33,6 +33,8 @@ def decode_bundle(header: Header, data: bytes) -> tuple[Header, Sequence[memoryv
             "not sampled again",
             knob="contract.num_frames",
         )
+    seconds = [(i - manifest.frames_indices[0]) / manifest.fps for i in manifest.frames_indices]
+    check_length(max(seconds) - min(seconds), header["seconds"])
     frames: list[Pixels] = []
     for file in files:
         pixels = decode_picture(file, sniff(file).codec, header["pixels"], header["background"])
@@ -50,7 +52,6 @@ def decode_bundle(header: Header, data: bytes) -> tuple[Header, Sequence[memoryv
         frames.append(pixels)
     stacked = np.stack(frames)
     by_prompt = header["sampling"].startswith("nemotron_vl")
-    seconds = [(i - manifest.frames_indices[0]) / manifest.fps for i in manifest.frames_indices]
     answer = {
         "frames": len(frames),
         "shape": list(stacked.shape[1:]),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torchcodec.decoders import VideoDecoder
 
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_media.decode.sampling import frame_indices, prompt_clock
+from omnifleet_media.decode.sampling import check_length, frame_indices, prompt_clock
 from omnifleet_media.decode.sequential import promised_seconds, read_in_order
 from omnifleet_media.sandbox.frames import Header, Room, own_room
 
@@ -33,7 +33,7 @@ class Taken:
 
 
 def decode_clip(header: Header, data: bytes, room: Room = own_room) -> tuple[Header, Sequence[memoryview]]:
-    """header: sampling, num_frames, fps, temporal_patch, indices, threads; limits pixels, frames and bytes.
+    """header: sampling, num_frames, fps, temporal_patch, indices, threads; limits pixels, frames, seconds and bytes.
 
     Answers frames, shape, timestamps_s and facts. A clip that ends before its container says is sampled anew over the
     frames that can be decoded, and the fact `truncated` says so.
@@ -86,8 +86,15 @@ def _checked(metadata: Any, header: Header) -> tuple[int, float]:
             f"frames are {metadata.width} x {metadata.height}, at most {header['pixels']} pixels are allowed",
             knob="media.limits.pixels",
         )
+    check_length(_seconds(metadata, total, fps), header["seconds"])
     header["frame_bytes"] = metadata.width * metadata.height * 3
     return int(total), float(fps)
+
+
+def _seconds(metadata: Any, total: int, fps: float) -> float:
+    """Length by the packets that are there: what a container says beyond them costs nothing and counts for nothing."""
+    begin, end = metadata.begin_stream_seconds_from_content, metadata.end_stream_seconds_from_content
+    return float(end) - float(begin) if begin is not None and end is not None else total / fps
 
 
 def _promises_more(metadata: Any, data: bytes, total: int, fps: float) -> bool:

@@ -100,6 +100,7 @@ class Decoder:
             "threads": self._threads,
             "pixels": self._limits.pixels,
             "frames": self._limits.frames,
+            "seconds": self._limits.seconds,
             "bytes": min(self._limits.decode_memory_bytes, _LARGEST_ANSWER),
         }
 

@@ -38,6 +38,16 @@ def frame_indices(
     )
 
 
+def check_length(seconds: float, limit: float) -> None:
+    """A clip or animation is not longer than the limit. Raises OmnifleetError(LIMIT_EXCEEDED)."""
+    if seconds > limit:
+        raise OmnifleetError(
+            Reason.LIMIT_EXCEEDED,
+            f"the clip has {seconds:.1f} s, at most {limit:g} s are allowed",
+            knob="media.limits.seconds",
+        )
+
+
 def prompt_clock(indices: Sequence[int], source_fps: float) -> list[float]:
     """Seconds of frames on the clock of Nemotron VL prompts: whole milliseconds a frame, int(1000 / fps), from frame 0.
 

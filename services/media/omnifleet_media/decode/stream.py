@@ -51,7 +51,7 @@ def _warm_up() -> None:
     from omnifleet_media.decode.track import decode_track
 
     clip = _tiny_clip()
-    limits = {"pixels": 1 << 16, "frames": 8, "bytes": 1 << 20, "threads": 1}
+    limits = {"pixels": 1 << 16, "frames": 8, "seconds": 60.0, "bytes": 1 << 20, "threads": 1}
     asked = {"sampling": "uniform@1", "num_frames": 0, "fps": 0.0, "temporal_patch": 1, "indices": []}
     decode_clip({**limits, **asked}, clip)
     read_in_order(clip, [0])
