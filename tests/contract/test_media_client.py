@@ -69,9 +69,11 @@ async def test_all_frames_are_mapped_after_one_call(tmp_path: Path) -> None:
             assert counted(client, "payload_bytes/media_stat/serialized") > 0
             assert counted(client, "payload_bytes/media_get/serialized") == 0
             client.forget()
+            asked = messages(client)
             assert (await client.frame(item.ref, 3) == frames[3]).all()
             assert counted(client, "payload_bytes/media_get/serialized") == 0
-        assert service.library.counters.count("shm_maps") == 10
+            assert messages(client) == asked  # nor any other: a clip's file says all
+        assert service.library.counters.count("shm_maps") == 5
 
 
 async def test_what_left_shared_memory_comes_back_by_a_call(service: Running) -> None:
@@ -160,6 +162,60 @@ async def test_all_frames_of_a_clip_in_order(service: Running) -> None:
         assert (a == pixels_of(png(seed, SIZE))).all()
         assert (a == b).all()
     assert near[1] is near[3]  # equal frames are one
+
+
+async def test_the_file_of_a_clip_is_believed_only_if_its_address_is_right(service: Running) -> None:
+    item = await clip_of_pictures(service, [1, 2, 1], SIZE)
+    other = await clip_of_pictures(service, [2, 1], SIZE)
+    async with (
+        MediaClient.open(service.grpc, deadline_s=5, cache_bytes=0) as trusting,
+        MediaClient.open(service.grpc, deadline_s=5, cache_bytes=0, verify_mapped=True) as careful,
+    ):
+        for client in (trusting, careful):
+            for ref in (item.ref, other.ref):
+                await client.frames(ref)
+        path = service.library.store.shared.root / "object" / item.digest
+        whole = path.read_bytes()
+        assert len(whole) > 2 * BYTES
+        path.chmod(0o600)
+        for wrong in (
+            (path.parent / other.digest).read_bytes(),
+            whole[:-1],
+            whole[-4:],
+            b"\xff" * len(whole),
+        ):
+            path.write_bytes(wrong)  # by the service's own user, past its read-only mode
+            client = trusting
+            client.forget()
+            assert [f.tobytes() for f in await client.frames(item.ref)] == [
+                pixels_of(png(seed, SIZE)).tobytes() for seed in (1, 2, 1)
+            ]
+        path.write_bytes(bytes(BYTES) + whole[BYTES:])  # other pixels under the right manifest
+        assert not (await trusting.frames(item.ref))[0].any()
+        assert ((await careful.frames(item.ref))[0] == pixels_of(png(1, SIZE))).all()
+
+
+async def test_a_clip_that_is_evicted_or_lost_leaves_shared_memory_whole(service: Running) -> None:
+    item = await clip_of_pictures(service, [1, 2], SIZE)
+    path = service.library.store.shared.root / "object" / item.digest
+    async with MediaClient.open(service.grpc, deadline_s=5) as client:
+        kept = await client.frames(item.ref)
+        service.library.store.remove("frame", item.frames[1])
+        assert not path.exists()
+        client.forget()
+        with pytest.raises(OmnifleetError) as caught:
+            await client.frames(item.ref)
+        assert caught.value.reason is Reason.MEDIA_LOST
+        await client.put_image(png(2, SIZE), "run")
+        assert (await client.frames(item.ref))[1] is not kept[1]
+        assert path.exists()
+        lease = await client.take_lease([item.digest], "me", "run", 60)
+        await client.collect(0)
+        assert path.exists()
+        await client.release_lease(lease)
+        await client.collect(0)
+        assert not path.exists()
+        assert (kept[1] == pixels_of(png(2, SIZE))).all()  # what a caller holds stays whole
 
 
 # ---------------------------------------------------------------------- the cache

@@ -14,10 +14,11 @@ from typing import Literal
 
 import pytest
 
+from omnifleet import huge_pages
 from omnifleet.address import digest_bytes
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_media.store import files
-from omnifleet_media.store.blob import Blob
+from omnifleet_media.store.blob import Blob, Pack
 from omnifleet_media.store.disk import DiskTier
 from omnifleet_media.store.gate import Gate
 from omnifleet_media.store.shared import SharedTier
@@ -279,7 +280,7 @@ def test_other_users_may_map_only_where_it_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("share", "alone", "clip", "segment"),
-    [("auto", True, False, True), ("put", True, True, True), ("read", False, False, False)],
+    [("auto", True, False, True), ("put", True, False, True), ("read", False, False, False)],
 )
 def test_a_put_shares_what_the_policy_says(
     tmp_path: Path, share: Literal["auto", "put", "read"], alone: bool, clip: bool, segment: bool
@@ -327,3 +328,60 @@ def test_a_lock_is_what_tells_the_living(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         SharedTier(tmp_path, 10).close()
         assert folder.exists()
+
+
+# ---------------------------------------------------------------------- packs
+
+
+def pack_of(blobs: list[Blob], size: int) -> Pack:
+    return Pack(
+        "object", digest_bytes(b"all", "media"), blobs, b"tail", size + 4, [blob.key for blob in blobs]
+    )
+
+
+def test_a_pack_is_its_blobs_and_goes_with_any_of_them(store: Store) -> None:
+    blobs = [put(store, data) for data in (b"one", b"three")]
+    pack = pack_of(blobs, 8)
+    path = store.map_pack(pack)
+    assert path is not None
+    assert path.read_bytes() == b"onethreetail"
+    assert store.map_pack(pack) == path
+    assert store.shared.used == 8 + 12
+    store.remove(*blobs[1].key)
+    assert not path.exists()
+    assert store.shared.used == 3
+    put(store, b"three")
+    assert store.map_pack(pack) == path
+    store.shared.remove(*pack.key)
+    assert (store.shared._packs, store.shared.used) == ({}, 8)
+
+
+def test_a_pack_that_lacks_a_blob_is_not_made(store: Store) -> None:
+    blobs = [put(store, data) for data in (b"one", b"three")]
+    store.remove(*blobs[1].key)
+    with pytest.raises(OmnifleetError) as caught:
+        store.map_pack(pack_of(blobs, 8))
+    assert caught.value.reason is Reason.MEDIA_LOST
+    assert store.shared.used == 3
+    assert not list(store.shared.root.glob(f"{files.SCRATCH}*"))
+
+
+@pytest.mark.parametrize("huge", [True, False])
+def test_large_files_are_whole_with_and_without_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huge: bool
+) -> None:
+    if not huge:
+        monkeypatch.setattr(huge_pages, "_COLLAPSE", -1)  # as an older kernel answers
+    data = bytes(range(256)) * ((2 * huge_pages.HUGE + 4096) // 256)
+    base = Path("/dev/shm") if huge and os.access("/dev/shm", os.W_OK) else tmp_path
+    tier = SharedTier(base / f"om-test-{os.getpid()}", 8 << 20)
+    try:
+        path = tier.write(blob_of(data), memoryview(data))
+        assert path is not None
+        with path.open("rb") as file:
+            view = huge_pages.map_file(file.fileno(), len(data))
+        assert view.readonly
+        assert view == data
+    finally:
+        tier.close()
+        tier.root.parent.rmdir()

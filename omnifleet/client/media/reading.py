@@ -12,6 +12,7 @@ from omnifleet.address import digest_bytes, frame_digest, media_digest, source_d
 from omnifleet.client.media.answers import MediaInfo, Segment, Stat, info_from_wire
 from omnifleet.client.media.cache import LocalCache
 from omnifleet.client.media.calls import MediaCalls
+from omnifleet.client.media.clip import CLIP_KIND, Clip, read_clip
 from omnifleet.client.media.shared import SharedFolder, map_file
 from omnifleet.client.media.tensors import read_tensors
 from omnifleet.errors import OmnifleetError, Reason, invalid
@@ -50,7 +51,7 @@ class MediaReader:
         self._same_host, self._verify_mapped = same_host, verify_mapped
         self._shared = SharedFolder()
         self._infos: LocalCache[str, MediaInfo] = LocalCache(_INFOS)
-        self._content: LocalCache[tuple[str, ...], Frame | Segment] = LocalCache(cache_bytes)
+        self._content: LocalCache[tuple[str, ...], Frame | Clip | Segment] = LocalCache(cache_bytes)
         self._loads = 0
         self._segments: SingleFlight[tuple[str, ...], Segment] = SingleFlight()
         self._frames: SingleFlight[str, Frame] = SingleFlight()
@@ -73,13 +74,18 @@ class MediaReader:
     def kept_frame(self, ref: MediaRef, i: int = 0) -> Frame | None:
         """A frame without asking the service: kept by this client, or in shared memory. Any thread may call."""
         info = self._infos.get(ref.digest)
-        if info is None or not 0 <= i < len(info.frame_digests):
+        if info is not None and not 0 <= i < len(info.frame_digests):
             return None
-        digest = info.frame_digests[i]
-        kept = self._content.get(("frame", digest))
+        kept = self._content.get(("frame", info.frame_digests[i])) if info is not None else None
         if isinstance(kept, np.ndarray):
             self._moved("client_frame", kept.nbytes, 0)
             return kept
+        clip = self._kept_clip(ref, at_once=False)
+        if clip is not None:
+            return self._given(clip.frames[i : i + 1])[0] if i < len(clip.frames) else None
+        if info is None:
+            return None
+        digest = info.frame_digests[i]
         buffer = self._shared.open("frame", digest, info.height * info.width * 3)
         if buffer is None or (self._verify_mapped and frame_digest(_pixels(buffer, info)) != digest):
             return None
@@ -109,12 +115,17 @@ class MediaReader:
 
     async def frames(self, ref: MediaRef) -> list[Frame]:
         """All frames of an object, in order; equal frames are the same array."""
-        info = self._infos.get(ref.digest) or await self._about_to_map(ref)
+        clip, info = self._kept_clip(ref), self._infos.get(ref.digest)
+        found: dict[int, Frame] = {}
+        if clip is None and info is not None:
+            found = self._kept_frames(ref, range(len(info.frame_digests)))
+        if clip is None and (info is None or (self._same_host and len(found) < len(info.frame_digests))):
+            info = await self._about_to_map(ref)
+            clip = self._kept_clip(ref)
+        if clip is not None:
+            return self._given(clip.frames)
+        assert info is not None
         count = len(info.frame_digests)
-        found = self._kept_frames(ref, range(count))
-        if len(found) < count and self._same_host:
-            await self._about_to_map(ref)
-            found |= self._kept_frames(ref, [i for i in range(count) if i not in found])
         room = asyncio.Semaphore(_FRAMES_AT_ONCE)
 
         async def one(i: int) -> Frame:
@@ -135,6 +146,46 @@ class MediaReader:
 
     def _kept_frames(self, ref: MediaRef, wanted: Iterable[int]) -> dict[int, Frame]:
         return {i: kept for i in wanted if (kept := self.kept_frame(ref, i)) is not None}
+
+    def _kept_clip(self, ref: MediaRef, *, at_once: bool = True) -> Clip | None:
+        """An object of several frames that this client keeps, or that is one file in shared memory. Any thread may call.
+
+        at_once: all of it is about to be read.
+        """
+        kept = self._content.get((CLIP_KIND, ref.digest))
+        if isinstance(kept, Clip):
+            return kept
+        info = self._infos.get(ref.digest)
+        if info is not None and len(set(info.frame_digests)) == 1:
+            return None
+        buffer = self._shared.open(CLIP_KIND, ref.digest, at_once=at_once)
+        clip = read_clip(buffer, ref.digest) if buffer is not None else None
+        if clip is None or (self._verify_mapped and not _is_right(clip)):
+            return None
+        self._remember(clip.info)
+        self._content.keep((CLIP_KIND, ref.digest), clip, clip.info.bytes)
+        distinct = len(set(clip.info.frame_digests))
+        self._loads += distinct
+        self.payload.moved(
+            "client_frame",
+            logical_bytes=0,
+            physical_bytes=clip.info.bytes,
+            logical_segments=0,
+            physical_segments=distinct,
+        )
+        return clip
+
+    def _given(self, frames: Sequence[Frame]) -> list[Frame]:
+        """Frames of a clip, counted as handed out."""
+        size = sum(frame.nbytes for frame in frames)
+        self.payload.moved(
+            "client_frame",
+            logical_bytes=size,
+            physical_bytes=0,
+            logical_segments=len(frames),
+            physical_segments=0,
+        )
+        return list(frames)
 
     async def track(self, ref: MediaRef) -> Track:
         """The samples of an audio object: float32 (N,) at `info(ref).sample_rate` a second, read-only.
@@ -279,6 +330,12 @@ def _segment_key(ref: MediaRef, spec: ImageProcessorSpec) -> tuple[str, ...]:
 
 def _pixels(buffer: memoryview, info: MediaInfo) -> Frame:
     return np.frombuffer(buffer, np.uint8).reshape(info.height, info.width, 3)
+
+
+def _is_right(clip: Clip) -> bool:
+    """Whether each frame of a clip has the bytes that its digest says."""
+    frames = dict(zip(clip.info.frame_digests, clip.frames, strict=True))
+    return all(frame_digest(frame) == digest for digest, frame in frames.items())
 
 
 def _check(part: media_pb2.ObjectPart, digest: str, data: memoryview) -> None:

@@ -9,6 +9,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from omnifleet import huge_pages
+
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _POPULATE = getattr(
     mmap, "MAP_POPULATE", 0
@@ -32,17 +34,20 @@ class SharedFolder:
         if folder != self._folder and _is_guarded(folder):
             self._folder = folder
 
-    def open(self, kind: str, digest: str, size: int) -> memoryview | None:
-        """A read-only map of `size` bytes, or None if it is not there (any more). kind: `frame` or `segment`.
+    def open(
+        self, kind: str, digest: str, size: int | None = None, *, at_once: bool = True
+    ) -> memoryview | None:
+        """A read-only map of `size` bytes (None: of however many), or None if it is not there (any more).
 
-        Marks the file as read, where its owner lets us, so that the service keeps it in shared memory longer.
+        kind: `frame`, `segment` or `object`. at_once: map all pages now, not as they are touched. Marks the file
+        as read, where its owner lets us, so that the service keeps it in shared memory longer.
         """
         if not self._folder or not _DIGEST.fullmatch(digest):
             return None
-        return map_file(f"{self._folder}/{kind}/{digest}", size, mark=True)
+        return map_file(f"{self._folder}/{kind}/{digest}", size, mark=True, at_once=at_once)
 
 
-def map_file(path: str, size: int, *, mark: bool = False) -> memoryview | None:
+def map_file(path: str, size: int | None, *, mark: bool = False, at_once: bool = True) -> memoryview | None:
     """A read-only map of a file; None if it has gone, is not ours to see, or has another size."""
     try:
         fd = os.open(path, _FLAGS)
@@ -50,12 +55,13 @@ def map_file(path: str, size: int, *, mark: bool = False) -> memoryview | None:
         return None
     try:
         facts = os.fstat(fd)
+        size = facts.st_size if size is None else size
         if facts.st_size != size or not size or not stat.S_ISREG(facts.st_mode):
             return None
         if mark:
             with suppress(PermissionError):
                 os.utime(fd)
-        return memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED | _POPULATE, mmap.PROT_READ))
+        return huge_pages.map_file(fd, size, _POPULATE if at_once else 0)
     finally:
         os.close(fd)
 

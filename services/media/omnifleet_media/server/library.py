@@ -188,6 +188,8 @@ class Library(Shelf):
             self.counters.add("decodes")
             new = await self._commit(kept, source)
             if new is not None:
+                if self.config.shared_memory_when == "put" and len(kept.record.item.frames) > 1:
+                    await self.map_frames(kept.record.item)
                 return _Made(kept.record.item, len(new), sum(new))
         raise retryable(
             Reason.OVERLOADED, "frames are evicted as fast as they are stored", knob="media.disk_bytes"
@@ -223,7 +225,7 @@ class Library(Shelf):
             name = track_digest(frame, height) if track else frame_digest(frame)
             blob, data = frame_blob(name, height, width), frame.data.cast("B")
             if early and not only:
-                return blob, len(data), self.store.write_early([(blob, data)])[0], b""
+                return blob, len(data), self.store.write_early([(blob, data)], of_clip=True)[0], b""
             return blob, len(data), False, data if only else bytes(data)
 
         taken = list(self._frames.map(kept, range(clip.count))) if clip.count > 1 else [kept(0)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import omnifleet
 from omnifleet.errors import OmnifleetError, invalid
-from omnifleet.types import Digest, MediaKind
+from omnifleet.types import Digest
 from omnifleet.wire import common_pb2, media_pb2
 from omnifleet.wire.codec import (
     counters_to_wire,
@@ -26,7 +26,7 @@ from omnifleet.wire.errors import to_detail
 from omnifleet.wire.media_pb2_grpc import MediaServicer
 from omnifleet.wire.server import CHUNK_BYTES, INSTANCE, handshake
 from omnifleet_media.address.contract import DecodeContract
-from omnifleet_media.address.manifest import MediaObject, is_track
+from omnifleet_media.address.manifest import is_track
 from omnifleet_media.index.port import Kind, SegmentRecord
 from omnifleet_media.index.where import without_secrets
 from omnifleet_media.ingest.slot import contract_for
@@ -34,6 +34,7 @@ from omnifleet_media.ingest.sniff import SourceType
 from omnifleet_media.server.blobs import find_blob, frame_blob, manifest_blob, record_blob
 from omnifleet_media.server.door import Door, PutOptions, Upload
 from omnifleet_media.server.library import Stored
+from omnifleet_media.server.pack import object_info
 from omnifleet_media.server.retention import now_ms
 
 _KINDS = {
@@ -261,22 +262,6 @@ def contract_of(asked: media_pb2.DecodeContract, believed: int, found: SourceTyp
     Raises OmnifleetError: UNSUPPORTED, INVALID_REQUEST.
     """
     return contract_for(asked, kind_from_wire(believed), found)
-
-
-def object_info(item: MediaObject) -> media_pb2.ObjectInfo:
-    """An object on the wire."""
-    track = item.kind is MediaKind.AUDIO
-    return media_pb2.ObjectInfo(
-        ref=media_to_wire(item.ref),
-        frame_digests=item.frames,
-        timestamps_s=[us / 1_000_000 for us in item.timestamps_us],
-        width=0 if track else item.width,
-        height=0 if track else item.height,
-        samples=item.width if track else 0,
-        sample_rate=item.height if track else 0,
-        bytes=item.bytes,
-        facts=dict(item.facts),
-    )
 
 
 def put_reply(stored: Stored, durability: media_pb2.Durability) -> media_pb2.PutReply:

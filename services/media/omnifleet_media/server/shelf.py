@@ -12,6 +12,7 @@ from omnifleet.types import Digest
 from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index.port import Index, Kind, Unit
 from omnifleet_media.server.blobs import find_blob, frame_blob, holds
+from omnifleet_media.server.pack import object_pack
 from omnifleet_media.server.recovery import Recovery
 from omnifleet_media.server.retention import Retention
 from omnifleet_media.store.blob import Blob
@@ -65,19 +66,20 @@ class Shelf:
         return str(path)
 
     async def map_frames(self, item: MediaObject) -> str:
-        """Where a same-host reader may map the first frame of an object; all others are in the same folder then, if
-        they fit. "" if they do not.
+        """Where a same-host reader may map the frame of an object, or all of them as one file. "" if they do not fit.
 
         Raises OmnifleetError: MEDIA_LOST, CORRUPT.
         """
         if item.bytes > self.config.shared_memory_bytes:
             return ""
-        blobs = [frame_blob(frame, item.height, item.width) for frame in dict.fromkeys(item.frames)]
-        paths = [self.store.shared.path(blob) for blob in blobs]
-        if None in paths:
-            paths = await asyncio.to_thread(lambda: [self.store.map_path(blob) for blob in blobs])
-        self.counters.add("shm_maps", sum(path is not None for path in paths))
-        return str(paths[0] or "")
+        if len(set(item.frames)) == 1:
+            return await self.map_path(frame_blob(item.frames[0], item.height, item.width))
+        pack = object_pack(item)
+        path = self.store.shared.path(pack) or await asyncio.to_thread(self.store.map_pack, pack)
+        if path is None:
+            return ""
+        self.counters.add("shm_maps", len(pack.blobs))
+        return str(path)
 
     async def holds(self, blobs: Iterable[Blob]) -> bool:
         """Whether the bytes of all blobs are here, or in the object store."""

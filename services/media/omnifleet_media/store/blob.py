@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,10 @@ class Name(Protocol):
     @property
     def digest(self) -> Digest:
         """File name of the blob."""
+
+    @property
+    def key(self) -> tuple[str, Digest]:
+        """Identity among names."""
 
 
 def whole(data: memoryview) -> memoryview:
@@ -51,3 +55,23 @@ class Blob:
     def matches(self, data: memoryview) -> bool:
         """True if the bytes are the right ones."""
         return self.measure(data) == self.expected
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Blobs that same-host readers map together: one file of shared memory, the blobs' bytes in order, then `tail`.
+
+    A copy of what lies below: it goes when one of its blobs, or one `of` which it tells, is removed.
+    """
+
+    kind: str
+    digest: Digest
+    blobs: Sequence[Blob]
+    tail: bytes
+    bytes: int
+    of: Sequence[tuple[str, Digest]]
+
+    @property
+    def key(self) -> tuple[str, Digest]:
+        """Identity among blobs."""
+        return (self.kind, self.digest)

@@ -6,6 +6,7 @@ import errno
 import itertools
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 _serial = itertools.count()
@@ -16,20 +17,28 @@ SCRATCH = ".part-"
 
 
 def write_whole(
-    path: str | Path, data: bytes | memoryview, *, scratch_dir: Path, make_folder: bool = False
+    path: str | Path,
+    *parts: bytes | memoryview | Callable[[], memoryview],
+    scratch_dir: Path,
+    make_folder: bool = False,
+    prepare: Callable[[int], None] | None = None,
 ) -> bool:
     """Write beside, make read-only, link into place; False if the name was taken, by whichever process was first.
 
-    `scratch_dir` is on the same file system. make_folder: make the folder of `path` if it is not there yet. Raises
-    OSError (ENOSPC included); nothing is left behind then.
+    parts: one after the other; one that is called is asked for its bytes when its turn comes. `scratch_dir` is on the
+    same file system. make_folder: make the folder of `path` if it is not there yet. prepare: called with the
+    descriptor of the empty file. Raises OSError (ENOSPC included), and what a part raises; nothing is left behind then.
     """
     scratch = f"{scratch_dir}/{SCRATCH}{next(_serial)}"
-    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
-            view = memoryview(data).cast("B")
-            while view:
-                view = view[os.write(fd, view) :]
+            if prepare is not None:
+                prepare(fd)
+            for part in parts:
+                view = memoryview(part() if callable(part) else part).cast("B")
+                while view:
+                    view = view[os.write(fd, view) :]
             os.fchmod(fd, _READ_ONLY)
         finally:
             os.close(fd)

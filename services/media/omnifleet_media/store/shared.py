@@ -1,7 +1,8 @@
 """The shared-memory tier: files that processes of the same host map read-only.
 
-BASE/omnifleet-media-ID/KIND/DIGEST. Everything here is in a tier below too, so leaving this one loses nothing: leases
-are about content, not about this tier. Readers that say so by a file's time of change keep it here longer.
+BASE/omnifleet-media-ID/KIND/DIGEST, in huge pages where there are some. Everything here is in a tier below too, so
+leaving this one loses nothing: leases are about content, not about this tier. Readers that say so by a file's
+time of change keep it here longer.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.huge_pages import HUGE, make_room
 from omnifleet.types import Digest
-from omnifleet_media.store.blob import Blob
+from omnifleet_media.store.blob import Blob, Name, Pack
 from omnifleet_media.store.files import FULL, write_whole
 from omnifleet_media.store.held import HeldFolder
 
 _PREFIX = "omnifleet-media-"
+Part = memoryview | bytes | Callable[[], memoryview]
 
 
 class SharedTier:
@@ -36,6 +41,8 @@ class SharedTier:
         self._lock = threading.Lock()
         self._sizes: OrderedDict[tuple[str, Digest], int] = OrderedDict()
         self._read_ns: dict[tuple[str, Digest], int] = {}
+        self._packs: dict[tuple[str, Digest], set[tuple[str, Digest]]] = {}  # by what they are of
+        self._of: dict[tuple[str, Digest], Sequence[tuple[str, Digest]]] = {}
         self.used = 0
         self.refused = 0
         try:
@@ -52,7 +59,7 @@ class SharedTier:
         """The folder: readers find a blob at ROOT/KIND/DIGEST."""
         return self._folder.path
 
-    def path(self, blob: Blob) -> Path | None:
+    def path(self, blob: Name) -> Path | None:
         """Where a reader may map the blob, if it is in this tier; marks it used."""
         with self._lock:
             if blob.key not in self._sizes:
@@ -60,9 +67,19 @@ class SharedTier:
             self._sizes.move_to_end(blob.key)
             return self._path(*blob.key)
 
-    def write(self, blob: Blob, data: memoryview) -> Path | None:
+    def write(self, blob: Name, data: memoryview) -> Path | None:
         """Bring a blob in, at the cost of others; None if it does not fit."""
-        path, size = self._path(*blob.key), len(data)
+        return self._write(blob, len(data), (data,), ())
+
+    def write_pack(self, pack: Pack, open_blob: Callable[[Blob], memoryview]) -> Path | None:
+        """Bring a pack in, at the cost of others; None if it does not fit. Raises what `open_blob` raises."""
+        parts = [partial(open_blob, blob) for blob in pack.blobs]
+        return self._write(pack, pack.bytes, (*parts, pack.tail), pack.of)
+
+    def _write(
+        self, blob: Name, size: int, parts: Sequence[Part], of: Sequence[tuple[str, Digest]]
+    ) -> Path | None:
+        path = self._path(*blob.key)
         with self._lock:
             if blob.key in self._sizes:
                 return path
@@ -73,21 +90,25 @@ class SharedTier:
             self.used += size  # reserved; the file is written without the lock
         placed = False
         try:
-            placed = self._place(path, data)
+            placed = self._place(path, size, parts)
         finally:
             with self._lock:
                 if not placed or blob.key in self._sizes:
                     self.used -= size
                 if placed:
                     self._sizes[blob.key] = size
+                    self._of[blob.key] = of
+                    for part in of:
+                        self._packs.setdefault(part, set()).add(blob.key)
                     self._read_ns[blob.key] = time.time_ns()
         return path if placed else None
 
-    def _place(self, path: Path, data: memoryview) -> bool:
+    def _place(self, path: Path, size: int, parts: Sequence[Part]) -> bool:
+        prepare = partial(make_room, size=size) if size >= HUGE else None
         while True:
             try:
                 self._make_kind(path.parent)
-                write_whole(path, data, scratch_dir=self.root)
+                write_whole(path, *parts, scratch_dir=self.root, prepare=prepare)
             except OSError as error:
                 if (
                     error.errno == errno.ENOENT
@@ -104,7 +125,7 @@ class SharedTier:
                 if not self._sizes:
                     self.refused += 1
                     return False
-                self._shrink(self.used - len(data))
+                self._shrink(self.used - size)
 
     def _make_kind(self, folder: Path) -> None:
         if not folder.exists():
@@ -112,7 +133,7 @@ class SharedTier:
             folder.chmod(self._mode)
 
     def remove(self, kind: str, digest: Digest) -> None:
-        """Take a blob out. Maps that readers hold stay whole."""
+        """Take a blob out, and the packs that it is in. Maps that readers hold stay whole."""
         with self._lock:
             self._remove((kind, digest))
 
@@ -144,6 +165,13 @@ class SharedTier:
         return before_ns is not None and now_ns > before_ns
 
     def _remove(self, key: tuple[str, Digest]) -> None:
+        for pack in tuple(self._packs.get(key, ())):
+            self._remove(pack)
+        for part in self._of.pop(key, ()):
+            packs = self._packs.get(part, set())
+            packs.discard(key)
+            if not packs:
+                self._packs.pop(part, None)
         size = self._sizes.pop(key, None)
         self._read_ns.pop(key, None)
         if size is not None:

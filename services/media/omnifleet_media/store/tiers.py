@@ -13,7 +13,7 @@ from typing import Literal
 
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import Digest
-from omnifleet_media.store.blob import Blob
+from omnifleet_media.store.blob import Blob, Pack
 from omnifleet_media.store.disk import DiskTier
 from omnifleet_media.store.files import map_whole
 from omnifleet_media.store.maps import OpenMaps
@@ -28,7 +28,7 @@ Data = bytes | memoryview
 class Policy:
     """memory_bytes: maps kept open. upload_on_put: new content goes to the object store at once, not only when it must be
     durable or leaves the disk. share: when new content enters shared memory, at the put or when it is first asked for;
-    `auto`: the frames of a clip when asked for, where a call costs nothing beside a copy, and all else at the put.
+    `auto`: clips when asked for, where a call costs nothing beside a copy, and all else at the put.
     """
 
     memory_bytes: int = _OPEN_MAPS_BYTES
@@ -36,10 +36,10 @@ class Policy:
     upload_on_put: bool = True
 
     def shared_at_put(self, pieces: Sequence[tuple[Blob, Data]]) -> list[tuple[Blob, Data]]:
-        """Those of the pieces of one put that enter shared memory with it."""
+        """Those of the pieces of one put that enter shared memory with it. A clip does so as one pack, not by its frames."""
         if self.share == "read":
             return []
-        is_clip = self.share == "auto" and sum(blob.kind == "frame" for blob, _ in pieces) > 1
+        is_clip = sum(blob.kind == "frame" for blob, _ in pieces) > 1
         return [
             (blob, data) for blob, data in pieces if blob.shared and not (is_clip and blob.kind == "frame")
         ]
@@ -70,7 +70,7 @@ class Store:
                 self.objects.write(blob, data)
         self._share(pieces)
 
-    def write_early(self, pieces: Sequence[tuple[Blob, Data]]) -> list[bool]:
+    def write_early(self, pieces: Sequence[tuple[Blob, Data]], *, of_clip: bool = False) -> list[bool]:
         """Store blobs before the gate is held and before the index is about to name them; False for what was here.
 
         They may be collected as orphans meanwhile: whoever holds the gate later looks again. Not for a store with an
@@ -78,7 +78,8 @@ class Store:
         """
         assert self.objects is None
         placed = self.disk.write_all(pieces)
-        self._share(pieces)
+        if not of_clip:
+            self._share(pieces)
         return placed
 
     def sync(self, blobs: Iterable[Blob]) -> None:
@@ -106,6 +107,10 @@ class Store:
         Raises OmnifleetError: MEDIA_LOST, CORRUPT, UNAVAILABLE.
         """
         return self.shared.path(blob) or self.shared.write(blob, self.open(blob))
+
+    def map_pack(self, pack: Pack) -> Path | None:
+        """`map_path` of blobs that are mapped together."""
+        return self.shared.path(pack) or self.shared.write_pack(pack, self.open)
 
     def has(self, blob: Blob) -> bool:
         """Whether the blob's bytes are here, or in the object store."""
