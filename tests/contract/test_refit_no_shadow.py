@@ -23,7 +23,7 @@ from tests.contract.test_refit_peers import ready
 from tests.refit_model import MOVES, expected, scores, tensors, write_checkpoint
 from tests.refit_processes import joined
 from tests.refit_registry import Registry
-from tests.refit_world import CPU, Receiving, Sender, receiving
+from tests.refit_world import CPU, Receiving, receiving
 from tests.waiting import beside, until
 
 TRANSPORTS = ["nccl", "shm"]
@@ -31,14 +31,20 @@ TRANSPORTS = ["nccl", "shm"]
 
 @asynccontextmanager
 async def fleet_of(
-    tmp_path: Path, transport: str, count: int, *, planned: bool = True, **settings: Any
+    tmp_path: Path,
+    transport: str,
+    count: int,
+    *,
+    planned: bool = True,
+    ranks: Any = ((0, 2),),
+    **settings: Any,
 ) -> AsyncIterator[tuple[RefitSender, list[Receiving], Registry]]:
     registry = Registry()
     options: dict[str, Any] = {"run": "r", "lineage": "l", "in_flight": InFlight.KEEP, "timeout_s": 20.0}
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(registry.served())
         workers = await stack.enter_async_context(
-            receiving(write_checkpoint(tmp_path / "c"), count, planned=planned)
+            receiving(write_checkpoint(tmp_path / "c"), count, planned=planned, ranks=ranks)
         )
         registry.workers = {worker.id: worker for worker in workers}
         if transport == "shm":
@@ -89,17 +95,18 @@ async def test_one_without_room_is_fenced_after_the_others_and_holds_the_same_by
         assert victim.counters.count("refits_in_place") == 3 and (await victim.client.describe()).shadow
 
 
-async def test_an_engine_of_two_ranks_takes_it_in_place_on_both(tmp_path: Path) -> None:
+async def test_of_two_ranks_one_has_room_and_both_take_it_in_place(tmp_path: Path) -> None:
     both = ((0, 2), (1, 2))
-    async with receiving(write_checkpoint(tmp_path / "c"), 1, ranks=both) as (worker,):
-        sender = Sender()
-        sender.in_place = InFlight.KEEP
-        worker.engine.limit_shadow(0)
-        for step in range(2):
-            await sender.publish([worker], step, whole=True)
-            assert worker.holds(step) and worker.counters.count("refits_in_place") == step + 1
-        assert worker.engine.by_plan == [False, True]
-        sender.courier.close()
+    async with fleet_of(tmp_path, "nccl", 2, ranks=both) as (sender, workers, _):
+        other, victim = workers
+        for stager in victim.engine.stagers[:1]:
+            stager._reception.memory.limit = 0
+        for step in range(3):
+            report = await publish(sender, step)
+            assert report.ok == ("w0", "w1"), report.failed
+            assert victim.holds(step) and other.holds(step)
+        assert victim.counters.count("refits_in_place") == 3 and not victim.standing.shadow
+        assert victim.engine.by_plan == [False, True, True]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

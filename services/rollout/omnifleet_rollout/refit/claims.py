@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from omnifleet.types import WeightVersion
 from omnifleet.wire import refit_pb2
@@ -11,6 +12,16 @@ from omnifleet.wire.codec import version_from_wire
 from omnifleet.wire.manifest import json_digest, manifest_json
 from omnifleet_rollout.refit.shadow import check_table, check_whole, rejected
 from omnifleet_rollout.worker.standing import Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """digest: of the manifest that was staged. version, manifest: what is served after the commit, and what proves it."""
+
+    digest: str
+    version: WeightVersion
+    manifest: refit_pb2.Manifest
+    encoder_changed: bool
 
 
 def check_all(body: bytes, tensors: Sequence[refit_pb2.TensorSpec]) -> None:

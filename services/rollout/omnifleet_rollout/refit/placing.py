@@ -44,13 +44,16 @@ def by_plan(coming: Iterable[Sources], plan: Plan, model: torch.nn.Module, devic
     for tensors in coming:
         replay(plan.bind(model, tensors))
         names += tensors
-        if device.type == "cuda":  # the next bucket comes to where this one lies
-            torch.cuda.current_stream(device).synchronize()
+        _wait(device)
     return names
 
 
 def by_loader(
-    coming: Iterable[Sources], weights: Weights, load: Callable[[], None], windows: Windows | None
+    coming: Iterable[Sources],
+    weights: Weights,
+    load: Callable[[], None],
+    windows: Windows | None,
+    device: torch.device,
 ) -> list[str]:
     """Give what comes to the engine's own loader; its names. windows: see them pass.
 
@@ -65,6 +68,7 @@ def by_loader(
                     windows.see(name, tensor)
                 names.append(name)
                 yield name, tensor.clone()
+            _wait(device)
 
     weights.coming = each()
     try:
@@ -74,6 +78,12 @@ def by_loader(
     finally:
         weights.coming = None
     return names
+
+
+def _wait(device: torch.device) -> None:
+    """The next bucket comes to where this one lies; and after the last one, work may be given to another stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _mapped_ones(body: Mapping[str, Any], source: str, staging: Memory) -> Generator[Sources, None, None]:

@@ -40,7 +40,9 @@ class Windows:
     """Of one load, of a model as it is before; `see` every source, load, then ask what is `different`."""
 
     def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
-        self._model, self._moves = model, plan.moves
+        self._model, self._moves = model, dict[str, list[Move]]()
+        for move in plan.moves:
+            self._moves.setdefault(move.source, []).append(move)
         self._targets = {move.target for move in plan.moves} | {fill.target for fill in plan.fills}
         self._rest = state_digests(model, self._targets)
         self._dtypes = {name: tensor.dtype for name, tensor in parameter_memory(model)}
@@ -48,10 +50,9 @@ class Windows:
 
     def see(self, name: str, tensor: torch.Tensor) -> None:
         """A source tensor, contiguous, on the model's device or the host."""
-        for move in self._moves:
-            if move.source == name:
-                value = move.read.on(tensor, int(tensor.storage_offset())).expand(move.write.shape)
-                self._expected.append((move, _digest(value.to(self._dtypes[move.target]))))
+        for move in self._moves.pop(name, []):
+            value = move.read.on(tensor, int(tensor.storage_offset())).expand(move.write.shape)
+            self._expected.append((move, _digest(value.to(self._dtypes[move.target]))))
 
     def different(self) -> list[str]:
         """Names of what the plan would have made otherwise, or not at all."""
@@ -59,7 +60,7 @@ class Windows:
         wrong = {m.target for m, digest in self._expected if _digest(m.write.on(memory[m.target])) != digest}
         rest = state_digests(self._model, self._targets)
         wrong |= {name for name in rest.keys() | self._rest.keys() if rest.get(name) != self._rest.get(name)}
-        unseen = {move.target for move in self._moves} - {move.target for move, _ in self._expected}
+        unseen = {move.target for moves in self._moves.values() for move in moves}
         return sorted(wrong | unseen)
 
 

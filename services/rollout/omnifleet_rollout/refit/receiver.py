@@ -14,7 +14,7 @@ from omnifleet.telemetry.counters import Counters
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet.wire import refit_pb2
 from omnifleet_rollout.engine.port import Engine
-from omnifleet_rollout.refit.claims import check_all, checked
+from omnifleet_rollout.refit.claims import Staged, check_all, checked
 from omnifleet_rollout.refit.clearing import Clearing
 from omnifleet_rollout.refit.shadow import rejected
 from omnifleet_rollout.worker.gate import Ending, Gate
@@ -25,16 +25,6 @@ Result = TypeVar("Result")
 DEFAULT_DEADLINE_S = 120.0
 _BREAKS = (OmnifleetError, RuntimeError, ValueError, LookupError, OSError, TypeError, AssertionError)
 """What an engine may raise in the middle of a load."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """digest: of the manifest that was staged. version, manifest: what is served after the commit, and what proves it."""
-
-    digest: str
-    version: WeightVersion
-    manifest: refit_pb2.Manifest
-    encoder_changed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class Receiver:
     def __init__(self, engine: Engine, gate: Gate, counters: Counters) -> None:
         self._engine, self._gate, self._counters = engine, gate, counters
         self._standing = gate.standing
-        self._staged: _Staged | None = None
+        self._staged: Staged | None = None
         self._staging: str | None = None
         """Digest of the manifest whose stage runs."""
         self._manifest: refit_pb2.Manifest | None = None
@@ -76,7 +66,7 @@ class Receiver:
     ) -> tuple[str, int]:
         """Verify and copy a transfer into the shadow; (manifest digest, bytes).
 
-        in_place: where there is no room, take it straight into place and serve it; who is fenced does so anyway.
+        in_place: where there is no room, take it straight into place and serve it; one rank that is fenced does so anyway.
         Raises REFIT_REJECTED, NO_ROOM, CONFLICT, DEADLINE; in place FENCED.
         """
         limit_s = deadline_s or DEFAULT_DEADLINE_S
@@ -185,7 +175,7 @@ class Receiver:
         self, manifest: refit_pb2.Manifest, source: str, in_place: InFlight | None, deadline_s: float
     ) -> tuple[str, int]:
         version, body = checked(manifest, self._standing)
-        staged = _Staged(version.manifest_digest, version, manifest, manifest.encoder_changed)
+        staged = Staged(version.manifest_digest, version, manifest, manifest.encoder_changed)
         return staged.digest, await self._bring(staged, body, source, in_place, deadline_s)
 
     async def _adopt(
@@ -194,32 +184,35 @@ class Receiver:
         if self.quarantined:
             raise rejected(f"{self._standing.worker} is quarantined; only the trainer may send it weights")
         copy, body = checked(manifest, self._standing)
-        staged = _Staged(copy.manifest_digest, version, original, encoder_changed=True)
-        await self._bring(staged, body, source, None, DEFAULT_DEADLINE_S)
+        staged = Staged(copy.manifest_digest, version, original, encoder_changed=True)
+        in_place = InFlight.RECOMPUTE if self._standing.fence else None
+        await self._bring(staged, body, source, in_place, DEFAULT_DEADLINE_S)
         return staged.digest
 
     async def _bring(
-        self, staged: _Staged, body: bytes, source: str, in_place: InFlight | None, deadline_s: float
+        self, staged: Staged, body: bytes, source: str, in_place: InFlight | None, deadline_s: float
     ) -> int:
         """Into the shadow; where there is no room, in place, if that is allowed or nothing serves anyway. Bytes."""
         self.rest.check_weights()
-        try:
-            size = await self._fill(staged.digest, body, source)
-        except OmnifleetError as error:
-            if error.reason is not Reason.NO_ROOM:
-                raise
-            self._standing.shadow = False
-            if in_place is None and not self._standing.fence:
-                raise
-            check_all(body, self._engine.facts.tensors)  # while there is something to lose
-            policy = in_place or InFlight.RECOMPUTE
-            return await self._place(staged, body, source, policy, deadline_s)
-        self._standing.shadow = True
-        self._staged = staged
-        return size
+        several = self._engine.facts.ranks > 1
+        if (
+            in_place is None or not several
+        ):  # of several, those with room would wait in the group for the others
+            try:
+                size = await self._fill(staged.digest, body, source)
+                self._staged, self._standing.shadow = staged, True
+                return size
+            except OmnifleetError as error:
+                if error.reason is not Reason.NO_ROOM:
+                    raise
+                self._standing.shadow = False
+                if in_place is None and (several or not self._standing.fence):
+                    raise
+        check_all(body, self._engine.facts.tensors)  # while there is something to lose
+        return await self._place(staged, body, source, in_place or InFlight.RECOMPUTE, deadline_s)
 
     async def _place(
-        self, staged: _Staged, body: bytes, source: str, policy: InFlight, deadline_s: float
+        self, staged: Staged, body: bytes, source: str, policy: InFlight, deadline_s: float
     ) -> int:
         """Without a shadow: fenced until all is in place, verified and committed; bytes."""
         size = 0
@@ -270,7 +263,7 @@ class Receiver:
             self._clearing.reopen()
 
     async def _swap(
-        self, staged: _Staged, policy: InFlight, place: Callable[[], Awaitable[None]] | None = None
+        self, staged: Staged, policy: InFlight, place: Callable[[], Awaitable[None]] | None = None
     ) -> Committed:
         """Load what is staged; or what `place`, which runs first, has put into place already."""
         running, began = self._clearing.running, time.monotonic()
@@ -286,7 +279,7 @@ class Receiver:
         return committed
 
     async def _load(
-        self, staged: _Staged, policy: InFlight, place: Callable[[], Awaitable[None]] | None
+        self, staged: Staged, policy: InFlight, place: Callable[[], Awaitable[None]] | None
     ) -> int:
         version = staged.version
         self._staged = None

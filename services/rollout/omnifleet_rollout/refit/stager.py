@@ -208,6 +208,7 @@ class Stager:
     def _place(self, body: Mapping[str, Any], source: str) -> Received:
         """Take all tensors straight into parameter memory; by the loader where the plan is to be checked, as it happens."""
         self._reception.memory.release()
+        _finish(self._device)  # steps of the engine, on streams of its own
         plan, check = self._believed, self._plan if self._due else None
         staging = Memory(self._device)
         with torch.no_grad(), closing(arriving(body, source, self._reception.collective, staging)) as coming:
@@ -216,11 +217,12 @@ class Stager:
                 self._since_check += 1
             else:
                 windows = Windows(check, self._model) if check is not None else None
-                names = by_loader(coming, self._weights, self._load, windows)
+                names = by_loader(coming, self._weights, self._load, windows, self._device)
                 if check is not None and windows is not None:
                     self._settle(check, windows.different())
                 plan = None
-            _wait(self._device)
+        del staging
+        _finish(self._device)
         if set(names) != self._weights.table.keys():
             raise OmnifleetError(Reason.ENGINE_ERROR, f"{len(names)} tensors came, not those of the model")
         size = sum(tensor["bytes"] for tensor in body["tensors"])
@@ -266,6 +268,13 @@ def _as_sent(name: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> torc
     if tensor is None or tensor.dtype != dtype:
         raise OmnifleetError(Reason.UNSUPPORTED, f"{name} is not here as it was sent")
     return tensor
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for all that the device was given, and give it back what it only keeps in store: it has none to spare."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def _wait(device: torch.device) -> None:

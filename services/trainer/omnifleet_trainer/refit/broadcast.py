@@ -23,7 +23,7 @@ from omnifleet_refit.group import Meeting, own_address
 from omnifleet_refit.windows import Needs, needs_of
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.choice import Taker, choose
-from omnifleet_trainer.refit.courier import Courier, Leg, Order, Outcome
+from omnifleet_trainer.refit.courier import Courier, Leg, Order, Outcome, no_room
 from omnifleet_trainer.refit.handles import handles
 from omnifleet_trainer.refit.on_device import Lifted, OnDevice
 from omnifleet_trainer.refit.parts import Cut
@@ -172,7 +172,7 @@ class BroadcastSender(RefitSender):
                     failed[worker] = str(error)
                     log.warning("refit of %s to %s failed: %s", worker, release.version, error)
 
-            apart = [worker for worker in workers if _no_room(outcomes[worker.id])]
+            apart = [worker for worker in workers if no_room(outcomes[worker.id])]
             together = [worker.id for worker in workers if worker not in apart]
             await asyncio.gather(*(commit(id, outcomes[id]) for id in together))
             for worker in apart:
@@ -205,7 +205,7 @@ class BroadcastSender(RefitSender):
         """What it lacks, into a shadow; where there is no room, and it may be fenced, all of it, straight into place."""
         clients = {worker.id: client}
         outcome = (await self._stage(release, [worker], clients, worker.id))[worker.id]
-        if not _no_room(outcome) or not self._fences:
+        if not no_room(outcome) or not self._may_fence(worker):
             return outcome
         async with self._one_fenced:
             return (await self._stage(release, [worker], clients, worker.id, in_place=True))[worker.id]
@@ -318,7 +318,3 @@ class BroadcastSender(RefitSender):
         for courier in self._couriers.values():
             courier.close()
         self._couriers.clear()
-
-
-def _no_room(outcome: Outcome) -> bool:
-    return isinstance(outcome, OmnifleetError) and outcome.reason is Reason.NO_ROOM

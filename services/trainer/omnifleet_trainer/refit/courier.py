@@ -239,6 +239,11 @@ def _outcome(result: str | BaseException, *, dropped: bool) -> Outcome:
     raise result
 
 
+def no_room(outcome: Outcome) -> bool:
+    """True if the worker has no memory for a shadow."""
+    return isinstance(outcome, OmnifleetError) and outcome.reason is Reason.NO_ROOM
+
+
 async def _answers(client: RefitClient) -> bool:
     try:
         await client.describe(deadline_s=_PING_S)

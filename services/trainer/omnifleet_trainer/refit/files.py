@@ -181,7 +181,7 @@ class FileSender(RefitSender):
         try:
             return await sent
         except OmnifleetError as error:
-            if error.reason is not Reason.NO_ROOM or not self._fences:
+            if error.reason is not Reason.NO_ROOM or not self._may_fence(worker):
                 raise
         async with self._one_fenced:
             parcel = await self._complete(release)

@@ -17,7 +17,7 @@ from typing import Any
 from omnifleet.client.fleet import FleetClient, WorkerView
 from omnifleet.client.refit import Commit
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.types import InFlight, WeightVersion
+from omnifleet.types import InFlight, WeightVersion, WorkerState
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.catching_up import CatchingUp, reachable
 from omnifleet_trainer.refit.delivery import Delivery
@@ -164,6 +164,10 @@ class RefitSender(ABC):
 
     async def _announce(self, version: WeightVersion) -> None:
         await self._fleet.announce_version(version, pool=self._pool, max_lag=self._max_lag)
+
+    def _may_fence(self, worker: WorkerView) -> bool:
+        """True if a worker may be fenced for want of a shadow; one that is fenced has nothing to lose."""
+        return self._fences or worker.state is WorkerState.STALE
 
     def _publishes_to(self, worker: WorkerView) -> bool:
         release = self._newest()
