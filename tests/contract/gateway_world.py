@@ -31,6 +31,7 @@ from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.fleet.store import FleetStore
 from omnifleet_rollout.gateway.gateway import Gateway
 from omnifleet_rollout.gateway.http import make_gateway_app
+from omnifleet_rollout.gateway.parts import PutMedia
 from omnifleet_rollout.gateway.renderer import Renderer, RendererLoader
 from omnifleet_rollout.gateway.server import register
 from omnifleet_rollout.gateway.sessions import Sessions
@@ -239,7 +240,12 @@ _PATIENCE_S = 3600.0
 
 @asynccontextmanager
 async def world(
-    path: Path, *, tokens: Tokens = OPEN, renderer: RendererLoader | None = None, **settings: Any
+    path: Path,
+    *,
+    tokens: Tokens = OPEN,
+    renderer: RendererLoader | None = None,
+    put: PutMedia = put_media,
+    **settings: Any,
 ) -> AsyncIterator[World]:
     """A running gateway without workers. `settings`: of GatewayConfig."""
     config = GatewayConfig(**settings)
@@ -262,7 +268,7 @@ async def world(
         fleet,
         worker_secret=tokens.secret(Scope.SERVICE),
         renderer=loader,
-        put_media=put_media,
+        put_media=put,
         sessions=sessions,
     )
     loader.start()

@@ -153,16 +153,27 @@ async def test_SEC_03_internal_addresses_are_refused_before_any_connection(tmp_p
 
 async def test_SEC_05_ambiguous_urls_are_refused_on_every_route(tmp_path: Path) -> None:
     async with picture_server() as server:
-        settings = allowing(server, hosts=["*", f"*:{server.port}"])
-        async with routes(tmp_path, sources=settings) as route:
-            for text in (
-                f"http://127.0.0.1:{server.port}\\@example.com/",
-                f"http://2130706433:{server.port}/",
-                f"http://0x7f.1:{server.port}/",
-                f"http://127.0.%30.1:{server.port}/",
-                f"http://example.com@127.0.0.1:{server.port}/",
-            ):
-                assert (await route.refused(text)).reason is Reason.INVALID_REQUEST
+        port = server.port
+        odd = (
+            f"http://127.0.0.1:{port}\\@example.com/",
+            f"http://2130706433:{port}/",
+            f"http://0x7f.1:{port}/",
+            f"http://127.0.%30.1:{port}/",
+            f"http://example.com@127.0.0.1:{port}/",
+        )
+        mapped = (
+            f"http://[::ffff:127.0.0.1]:{port}/",
+            f"http://[::ffff:7f00:1]:{port}/",
+            f"http://[64:ff9b::7f00:1]:{port}/",
+        )
+        everywhere = ["*", f"*:{port}"]
+        async with routes(tmp_path / "local", sources=allowing(server, hosts=everywhere)) as route:
+            for text in odd:  # though the address itself may be connected to
+                assert (await route.refused(text)).reason is Reason.INVALID_REQUEST, text
+        async with routes(tmp_path / "public", sources={"hosts": everywhere}) as route:
+            for text in (*odd, *mapped):
+                assert (await route.refused(text)).reason is Reason.INVALID_REQUEST, text
+            assert (await route.refused(mapped[0])).knob == "media.sources.networks"
         assert server.connections == 0
 
 
