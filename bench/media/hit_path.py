@@ -1,10 +1,12 @@
 """A hit on one host: frames from the media service's shared memory, against Redis, memcpy and a plain mmap.
 
-    python bench/media/hit_path.py [--rounds 30]
+    python bench/media/hit_path.py [--rounds 30] [--seed 0]
 
 Service and Redis are processes of their own, the caller is Python, and every row touches every byte (an exclusive or over
-64-bit words). 25 MB: the 32 frames of a 672x384 clip. 200 KB: one picture of 258x258. Cold: nothing is known or mapped in
-this process (Redis: a new connection); the bytes themselves are in memory in every row.
+64-bit words). 25 MB: the 32 frames of a 672x384 clip. 200 KB: one picture of 258x258. The bytes are in memory in every row.
+Cold: a client that is connected and knows nothing else, neither the clip nor where shared memory is; new client: the
+handshake is part of it, too. Of each row, the time until all bytes were touched, and the time to let go of what it had
+(unmap, free). Every round runs all rows in an order of its own. The stages of a cold hit follow.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import contextlib
 import io
 import mmap
+import random
 import statistics
 import subprocess
 import sys
@@ -29,6 +32,7 @@ from PIL import Image
 
 from omnifleet.auth import Scope
 from omnifleet.client.media import MediaClient
+from omnifleet.client.media.shared import SharedFolder
 from omnifleet.service import load_tokens, peer
 from omnifleet.types import MediaKind, MediaRef
 from omnifleet.wire import media_pb2
@@ -100,20 +104,72 @@ def redis_server(folder: Path) -> Iterator[str]:
         process.wait()
 
 
-async def medians(rounds: int, rows: dict[str, Callable[[], Awaitable[Any]]]) -> dict[str, float]:
-    """Median milliseconds of each row; every round runs each row once, so that noise and caches meet all of them."""
-    took: dict[str, list[float]] = {name: [] for name in rows}
+Call = Callable[[], Awaitable[Any]]
+
+
+class Row:
+    """What is timed: `call` answers what it holds. forget: undoes what the call left behind; timed as letting go."""
+
+    def __init__(self, call: Call, forget: Callable[[], None] = lambda: None) -> None:
+        self.call, self.forget = call, forget
+        self.took: list[float] = []
+        self.let_go: list[float] = []
+
+    async def once(self) -> None:
+        """Run and time it."""
+        start = time.perf_counter()
+        held = await self.call()
+        got = time.perf_counter()
+        del held
+        self.forget()
+        self.took.append((got - start) * 1e3)
+        self.let_go.append((time.perf_counter() - got) * 1e3)
+
+    @property
+    def median_ms(self) -> tuple[float, float]:
+        """Until all bytes were touched, and to let go."""
+        return statistics.median(self.took), statistics.median(self.let_go)
+
+
+async def in_turn(rounds: int, rows: dict[str, Row], chance: random.Random) -> dict[str, tuple[float, float]]:
+    """Every round runs each row once, in an order of its own, so that noise and caches meet all of them."""
     for _ in range(rounds):
-        for name, call in rows.items():
-            start = time.perf_counter()
-            await call()
-            took[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(times) for name, times in took.items()}
+        for row in chance.sample(list(rows.values()), len(rows)):
+            await row.once()
+    return {name: row.median_ms for name, row in rows.items()}
 
 
-async def frame_set(opened: Callable[..., Any], url: str, folder: Path, rounds: int) -> None:
+async def stages(client: MediaClient, ref: MediaRef, rounds: int) -> dict[str, float]:
+    """Median milliseconds of the parts of a cold hit."""
+    parts: dict[str, list[float]] = {"call": [], "map": [], "touch": [], "unmap": []}
+    for _ in range(rounds):
+        know_nothing(client)
+        marks = [time.perf_counter()]
+        await client._about_to_map(ref)
+        marks.append(time.perf_counter())
+        frames = await client.frames(ref)
+        marks.append(time.perf_counter())
+        for frame in frames:
+            touch(frame)
+        marks.append(time.perf_counter())
+        del frames, frame
+        client.forget()
+        marks.append(time.perf_counter())
+        for name, start, end in zip(parts, marks, marks[1:], strict=False):
+            parts[name].append((end - start) * 1e3)
+    return {name: statistics.median(took) for name, took in parts.items()}
+
+
+def know_nothing(client: MediaClient) -> None:
+    """As if the client had just connected."""
+    client.forget()
+    client._shared = SharedFolder()
+
+
+async def frame_set(opened: Callable[..., Any], url: str, folder: Path, rounds: int, seed: int) -> None:
     async with (
         opened() as client,
+        opened() as cold,
         opened(cache_bytes=0) as keeping_nothing,
         opened(same_host=False, cache_bytes=0) as elsewhere,
     ):
@@ -128,28 +184,36 @@ async def frame_set(opened: Callable[..., Any], url: str, folder: Path, rounds: 
         connection.set("frames", data)
         source, target = np.frombuffer(data, np.uint8), np.zeros(len(data), np.uint8)
 
-        async def read(of: MediaClient) -> None:
-            for frame in await of.frames(ref):
+        async def read(of: MediaClient) -> Any:
+            frames = await of.frames(ref)
+            for frame in frames:
                 touch(frame)
+            return frames
 
-        async def cold() -> None:
-            client.forget()
-            await read(client)
+        async def read_as_new() -> Any:
+            async with opened() as fresh:
+                return await read(fresh)
 
-        async def redis_cold() -> None:
+        async def redis_cold() -> Any:
             with redis.Redis.from_url(url) as fresh:
-                touch(fresh.get("frames"))
+                got = fresh.get("frames")
+                touch(got)
+                return got
 
-        async def redis_warm() -> None:
-            touch(connection.get("frames"))
+        async def redis_warm() -> Any:
+            got = connection.get("frames")
+            touch(got)
+            return got
 
         async def memcpy() -> None:
             np.copyto(target, source)
             touch(target)
 
-        async def mapped_cold() -> None:
+        async def mapped(flags: int) -> Any:
             with path.open("rb") as file:
-                touch(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                got = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | flags, mmap.PROT_READ)
+                touch(got)
+                return got
 
         with path.open("rb") as file:
             kept = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -157,32 +221,44 @@ async def frame_set(opened: Callable[..., Any], url: str, folder: Path, rounds: 
         async def mapped_warm() -> None:
             touch(kept)
 
-        times = await medians(
-            rounds,
-            {
-                "redis GET, new connection": redis_cold,
-                "redis GET, warm": redis_warm,
-                "memcpy": memcpy,
-                "mmap, new map": mapped_cold,
-                "mmap, kept map": mapped_warm,
-                "ours, cold": cold,
-                "ours, new maps": lambda: read(keeping_nothing),
-                "ours, warm": lambda: read(client),
-                "ours, streamed": lambda: read(elsewhere),
-            },
-        )
+        rows = {
+            "redis GET, new connection": Row(redis_cold),
+            "redis GET, warm": Row(redis_warm),
+            "memcpy": Row(memcpy),
+            "mmap, new map": Row(lambda: mapped(0)),
+            "mmap, new map, all at once": Row(lambda: mapped(mmap.MAP_POPULATE)),
+            "mmap, kept map": Row(mapped_warm),
+            "ours, new client": Row(read_as_new),
+            "ours, cold": Row(lambda: read(cold), lambda: know_nothing(cold)),
+            "ours, no call": Row(lambda: read(keeping_nothing)),
+            "ours, warm": Row(lambda: read(client)),
+            "ours, streamed": Row(lambda: read(elsewhere)),
+        }
+        for warm_up in rows.values():
+            await warm_up.once()
+            warm_up.took.clear()
+            warm_up.let_go.clear()
+        times = await in_turn(rounds, rows, random.Random(seed))
+        parts = await stages(cold, ref, rounds)
         path.unlink()
-    print(f"\n{len(data) / 1e6:.1f} MB frame set, all bytes touched (median of {rounds})")
-    for what, took in times.items():
-        print(f"  {what:28} {took:8.2f} ms")
+    print(f"\n{len(data) / 1e6:.1f} MB frame set, all bytes touched (median ms of {rounds}); then to let go")
+    for what, (took, let_go) in times.items():
+        print(f"  {what:28} {took:8.2f} {let_go:8.2f}")
+    print("  stages of a cold hit: " + ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items()))
     for above, below in (
         ("redis GET, warm", "ours, warm"),
         ("redis GET, new connection", "ours, cold"),
+        ("redis GET, new connection", "ours, new client"),
         ("ours, warm", "mmap, kept map"),
-        ("ours, new maps", "mmap, new map"),
+        ("ours, no call", "mmap, new map"),
         ("ours, cold", "mmap, new map"),
+        ("ours, cold", "mmap, new map, all at once"),
     ):
-        print(f"  {above} / {below}: {times[above] / times[below]:.1f}", flush=True)
+        whole = sum(times[above]) / sum(times[below])
+        print(
+            f"  {above} / {below}: {times[above][0] / times[below][0]:.1f}, with letting go {whole:.1f}",
+            flush=True,
+        )
 
 
 async def pictures(opened: Callable[..., Any], url: str) -> None:
@@ -205,7 +281,7 @@ async def hit_times(client: MediaClient, refs: list[MediaRef], connection: redis
         return statistics.median(took), took[len(took) * 99 // 100]
 
     async def asked(ref: MediaRef) -> Any:
-        client.forget()
+        know_nothing(client)
         return await client.frame(ref)
 
     async def from_redis(ref: MediaRef) -> Any:
@@ -226,19 +302,23 @@ async def hit_times(client: MediaClient, refs: list[MediaRef], connection: redis
         print(f"  {what:32} {p50:8.0f} us {p99:8.0f} us")
 
 
-async def run(rounds: int) -> None:
+async def run(rounds: int, seed: int) -> None:
     with tempfile.TemporaryDirectory(prefix="om-hit-", dir="/dev/shm") as name:
         folder = Path(name)
         with redis_server(folder) as url:
             async with media(folder) as opened:
-                await frame_set(opened, url, folder, rounds)
+                await frame_set(opened, url, folder, rounds, seed)
                 await pictures(opened, url)
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--rounds", type=int, default=30)
-    asyncio.run(run(options.parse_args().rounds))
+    options.add_argument("--seed", type=int, default=0, help="of the order of rows")
+    given = options.parse_args()
+    asyncio.run(run(given.rounds, given.seed))
 
 
 if __name__ == "__main__":
