@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +211,8 @@ class Stager:
         _finish(self._device)  # steps of the engine, on streams of its own
         plan, check = self._believed, self._plan if self._due else None
         staging = Memory(self._device)
-        with torch.no_grad(), closing(arriving(body, source, self._reception.collective, staging)) as coming:
+        arrival = arriving(body, source, self._reception.collective, staging)
+        with torch.no_grad(), _on(self._device), closing(arrival) as coming:
             if plan is not None and check is None:
                 names = by_plan(coming, plan, self._model, self._device)
                 self._since_check += 1
@@ -268,6 +269,11 @@ def _as_sent(name: str, tensor: torch.Tensor | None, dtype: torch.dtype) -> torc
     if tensor is None or tensor.dtype != dtype:
         raise OmnifleetError(Reason.UNSUPPORTED, f"{name} is not here as it was sent")
     return tensor
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, it is the thread's own device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _finish(device: torch.device) -> None:
