@@ -40,6 +40,7 @@ class Service:
     web: PictureServer
     folder: Path
     library: Library
+    grpc: str
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
 
@@ -148,7 +149,7 @@ async def opened(folder: Path, **settings: Any) -> AsyncIterator[Service]:
             httpx.AsyncClient(base_url=f"http://{made.http}", timeout=120) as http,
         ):
             await client.put_many(beside(), "run")
-            yield Service(client, http, web, folder / "files", made.library)
+            yield Service(client, http, web, folder / "files", made.library, made.grpc)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

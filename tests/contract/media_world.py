@@ -42,11 +42,11 @@ async def running(folder: Path, tokens: Tokens = OPEN, **settings: Any) -> Async
 
 
 @asynccontextmanager
-async def served(folder: Path, **settings: Any) -> AsyncIterator[MediaClient]:
+async def served(folder: Path, deadline_s: float = 20, **settings: Any) -> AsyncIterator[MediaClient]:
     """A service and a client of it."""
     async with (
         running(folder, **settings) as service,
-        MediaClient.open(service.grpc, deadline_s=20) as client,
+        MediaClient.open(service.grpc, deadline_s=deadline_s) as client,
     ):
         yield client
 

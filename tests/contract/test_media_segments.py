@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import transformers
 
 from omnifleet.address import processor_fingerprint, segment_key
-from omnifleet.client.media import MediaClient, read_tensors
+from omnifleet.client.media import MediaClient, Segment, read_tensors
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import ImageProcessorSpec, ProcessorSpec, image_token_id, read_image_processor
 from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet.vision_grid import nemotron_clip_grid, qwen2vl_grid
 from omnifleet.wire import media_pb2
-from tests.contract.media_world import png, running, served
+from tests.contract.every_route import Put, Route, Service, opened, route
+from tests.contract.media_world import png, served
+from tests.contract.test_media_routes import LONG
 from tests.media_files import greys, h264
+
+__all__ = ["route"]
 
 CONFIG = {
     "patch_size": 14,
@@ -38,15 +44,21 @@ PROCESSORS = (
 )
 
 
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[str]:
-    async with running(tmp_path, processors=PROCESSORS) as made:
-        yield made.grpc
+on_one_service = pytest.mark.asyncio(loop_scope="module")
+C5 = {**CONFIG, "size": {"shortest_edge": 3136, "longest_edge": 1_003_520}}
 
 
-async def test_segments_of_the_service(service: str) -> None:
-    """One service for all of it, since its processor process takes seconds to start."""
-    async with MediaClient.open(service) as near, MediaClient.open(service, same_host=False) as far:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
+    """One service with every route open, since its processor process takes seconds to start."""
+    async with opened(tmp_path_factory.mktemp("segments"), processors=PROCESSORS) as made:
+        yield made
+
+
+@on_one_service
+async def test_segments_of_the_service(service: Service) -> None:
+    near = service.client
+    async with MediaClient.open(service.grpc, same_host=False, deadline_s=120) as far:
         await is_what_transformers_makes(near)
         await is_made_once(near, far)
         await is_the_same_for_clips(near, far)
@@ -148,11 +160,56 @@ async def is_refused_in_words(client: MediaClient) -> None:
     await client.segment(await client.put_image(png(1, (200, 1)), "run"), SPEC, "run")
 
 
+@on_one_service
+async def test_img_14_no_side_is_scaled_to_nothing(service: Service, route: Route) -> None:
+    spec = ImageProcessorSpec(
+        SPEC.class_name, {**C5, "size": {"shortest_edge": 3136, "longest_edge": 20_384}}
+    )
+    segment = await service.client.segment(await route(service, Put(png(3, (34, 900)))), spec, "run")
+    assert (segment.grid, segment.token_count) == ((1, 52, 2), 26)
+    assert segment.tensors["pixel_values"].shape[0] == 104
+
+
+@on_one_service
+async def test_img_16_a_ratio_of_200_is_the_last(service: Service, route: Route) -> None:
+    spec = ImageProcessorSpec(SPEC.class_name, C5)
+    sizes = [(5600, 28), (5601, 28), (201, 1), (56, 56)]
+    refs = [await route(service, Put(png(4, size))) for size in sizes]
+    longest, *beyond, square = await asyncio.gather(
+        *(service.client.segment(ref, spec, "run") for ref in refs), return_exceptions=True
+    )
+    assert isinstance(longest, Segment)
+    assert longest.token_count == 200
+    assert isinstance(square, Segment)
+    for error in beyond:
+        assert isinstance(error, OmnifleetError)
+        assert error.reason is Reason.INVALID_REQUEST
+        assert "200" in error.message
+
+
+@on_one_service
+async def test_vid_15_and_hsh_07_times_and_grids_agree_whatever_is_asked(
+    service: Service, route: Route
+) -> None:
+    spec = ProcessorSpec("Qwen2VLVideoProcessor", CONFIG)
+    long = LONG + bytes(1 + next(service.numbers))  # new to the service
+    asked = [{"num_frames": 16}, {"num_frames": 4, "fps": 1.0}, {"num_frames": 8}, {"num_frames": 16}]
+    decodes = []
+    for fields, count in zip(asked, (16, 4, 8, 16), strict=True):
+        contract = media_pb2.DecodeContract(sampling="uniform@1", temporal_patch=2, **fields)
+        ref = await route(service, Put(long, MediaKind.VIDEO, contract))
+        segment = await service.client.segment(ref, spec, "run")
+        assert len(await service.client.frames(ref)) == count
+        assert segment.grid[0] == len(segment.times_s) == count // 2
+        decodes.append((await service.client.status()).counters["decodes"])
+    assert [after - before for before, after in itertools.pairwise(decodes)] == [1, 1, 0]
+
+
 async def test_segments_outlive_a_restart_and_are_checked(tmp_path: Path) -> None:
-    async with served(tmp_path, processors=PROCESSORS) as client:
+    async with served(tmp_path, deadline_s=120, processors=PROCESSORS) as client:
         ref = await client.put_image(png(0, (60, 60)), "run")
         first = await client.segment(ref, SPEC, "run")
-    async with served(tmp_path, processors=PROCESSORS) as client:
+    async with served(tmp_path, deadline_s=120, processors=PROCESSORS) as client:
         second = await client.segment(ref, SPEC, "run")
         assert (await client.status()).counters["segments_computed"] == 0
     assert second.key == first.key
