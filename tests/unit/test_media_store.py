@@ -17,12 +17,14 @@ import pytest
 from omnifleet import huge_pages
 from omnifleet.address import digest_bytes
 from omnifleet.errors import OmnifleetError, Reason
+from omnifleet_media.address.contract import still
 from omnifleet_media.store import files
 from omnifleet_media.store.blob import Blob, Pack
 from omnifleet_media.store.disk import DiskTier
 from omnifleet_media.store.gate import Gate
 from omnifleet_media.store.shared import SharedTier
 from omnifleet_media.store.tiers import Policy, Store
+from tests.chaos.media_light import light_library, source_of
 
 
 def blob_of(data: bytes) -> Blob:
@@ -296,6 +298,17 @@ def test_a_put_shares_what_the_policy_says(
     assert found == [alone, clip, clip, segment]
     assert all(store.map_path(blob) for blob in frames)
     store.close()
+
+
+@pytest.mark.parametrize(("share", "kinds"), [("auto", []), ("put", ["object"]), ("read", [])])
+async def test_a_clip_enters_shared_memory_as_one_file_when_the_policy_says(
+    tmp_path: Path, share: str, kinds: list[str]
+) -> None:
+    async with light_library(tmp_path, shared_memory_when=share) as library:
+        item = (await library.put(source_of(1, 2), still(), durable=False)).item
+        root = library.store.shared.root
+        assert [path.name for path in root.iterdir() if path.is_dir()] == kinds
+        assert await library.map_frames(item) == str(root / "object" / item.digest)
 
 
 def test_content_enters_shared_memory_when_the_policy_says(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -189,7 +190,8 @@ class Library(Shelf):
             new = await self._commit(kept, source)
             if new is not None:
                 if self.config.shared_memory_when == "put" and len(kept.record.item.frames) > 1:
-                    await self.map_frames(kept.record.item)
+                    with suppress(OmnifleetError):  # evicted already: whoever reads it is told so
+                        await self.map_frames(kept.record.item)
                 return _Made(kept.record.item, len(new), sum(new))
         raise retryable(
             Reason.OVERLOADED, "frames are evicted as fast as they are stored", knob="media.disk_bytes"
