@@ -118,8 +118,12 @@ def answered(answer: httpx.Response, put: Put) -> MediaRef:
     if answer.status_code == 200:
         return MediaRef(put.kind, Digest(body["digest"]))
     reason = Reason(body["error"]["code"])
-    assert answer.status_code == HTTP_STATUS[reason]
-    raise OmnifleetError(reason, body["error"]["message"], knob=body["error"]["knob"])
+    assert answer.status_code == HTTP_STATUS.get(reason, 503)
+    retry_after_ms = 1000 * int(answer.headers.get("Retry-After", 0))
+    error = body["error"]
+    raise OmnifleetError(
+        reason, error["message"], error["retryable"], error["knob"], retry_after_ms=retry_after_ms
+    )
 
 
 ROUTES: dict[str, Route] = {
