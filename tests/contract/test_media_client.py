@@ -267,6 +267,9 @@ async def test_payload_of_a_group_moves_once(service: Running) -> None:
     served = status["payload_bytes/media_put/serialized"]
     assert served == counted(client, "payload_bytes/media_put/serialized") > len(png(0, SIZE))
     assert (status["map_rate"], status["dedup_ratio"]) == (1.0, 1.0)
+    assert status["payload_counts/media_put/frame/physical_segments"] == 1
+    assert status["payload_bytes/media_put/serialized_mean_per_call"] == served
+    assert status["payload_counts/media_get/frame/logical_segments"] > 0
 
 
 # ---------------------------------------------------------------------- answers that are wrong

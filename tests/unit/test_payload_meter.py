@@ -20,15 +20,20 @@ def test_the_worked_example_of_a_group() -> None:
         physical_bytes=sum(sizes),
         logical_segments=9,
         physical_segments=3,
+        key="pixel_values",
     )
+    meter.serialized("prompt_repeat", 66)
     assert meter.snapshot() == {
-        "payload_bytes/prompt_repeat/serialized": 0,
+        "payload_bytes/prompt_repeat/serialized": 66,
+        "payload_bytes/prompt_repeat/serialized_mean_per_call": 66,
         "payload_bytes/prompt_repeat/physical_media": 60,
         "payload_bytes/prompt_repeat/logical_media": 180,
         "payload_bytes/prompt_repeat/estimated_saved": 120,
         "payload_counts/prompt_repeat/physical_segments": 3,
         "payload_counts/prompt_repeat/logical_segments": 9,
         "payload_counts/prompt_repeat/calls": 1,
+        "payload_counts/prompt_repeat/pixel_values/physical_segments": 3,
+        "payload_counts/prompt_repeat/pixel_values/logical_segments": 9,
         "payload_ratio/prompt_repeat/physical_to_logical": 1 / 3,
     }
 
@@ -39,6 +44,7 @@ def test_without_media_the_ratio_is_one_and_nothing_is_saved() -> None:
     snapshot = meter.snapshot()
     assert snapshot["payload_ratio/media_has/physical_to_logical"] == 1.0
     assert snapshot["payload_counts/media_has/calls"] == 0
+    assert "payload_bytes/media_has/serialized_mean_per_call" not in snapshot
     meter.moved("odd", logical_bytes=1, physical_bytes=5)
     assert meter.snapshot()["payload_bytes/odd/estimated_saved"] == 0
 
@@ -62,10 +68,14 @@ def test_threads_lose_no_count() -> None:
 def test_prometheus_shows_the_same_by_label() -> None:
     meter, registry = PayloadMeter("media"), CollectorRegistry()
     registry.register(meter)
-    meter.moved("media_put", logical_bytes=4, physical_bytes=1)
+    meter.moved("media_put", logical_bytes=4, physical_bytes=1, key="frame")
+    meter.serialized("media_put", 7)
     text = generate_latest(registry).decode()
     assert 'omnifleet_media_payload_bytes_total{boundary="media_put",kind="logical_media"} 4.0' in text
     assert 'omnifleet_media_payload_counts_total{boundary="media_put",kind="calls"} 1.0' in text
+    pieces = 'omnifleet_media_payload_segments_total{boundary="media_put",key="frame",kind="%s_segments"} 1.0'
+    assert all(pieces % kind in text for kind in ("physical", "logical"))
+    assert 'omnifleet_media_payload_serialized_mean_per_call{boundary="media_put"} 7.0' in text
     assert 'omnifleet_media_payload_physical_to_logical{boundary="media_put"} 0.25' in text
 
 

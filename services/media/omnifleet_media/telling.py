@@ -54,18 +54,19 @@ def tell_service(status: ServiceStatus) -> Iterator[str]:
 def _payload(counters: dict[str, float]) -> Iterator[str]:
     boundaries = sorted({name.split("/")[1] for name in counters if name.startswith("payload_bytes/")})
     shown = [b for b in boundaries if counters.get(f"payload_counts/{b}/calls")]
-    yield f"{'payload':26} {'calls':>9} {'logical':>10} {'physical':>10} {'serialized':>10} {'ratio':>7}"
+    head = f"{'payload':20} {'calls':>8} {'logical':>9} {'physical':>9} {'saved':>9} {'serialized':>10}"
+    yield f"{head} {'ratio':>7}"
     for b in shown:
         sizes = [
             counters[f"payload_bytes/{b}/{kind}"]
-            for kind in ("logical_media", "physical_media", "serialized")
+            for kind in ("logical_media", "physical_media", "estimated_saved", "serialized")
         ]
-        logical, physical, serialized = (show_size(size) for size in sizes)
+        logical, physical, saved, serialized = (show_size(size) for size in sizes)
         calls, ratio = (
             counters[f"payload_counts/{b}/calls"],
             counters[f"payload_ratio/{b}/physical_to_logical"],
         )
-        yield f"{b:26} {calls:9.0f} {logical:>10} {physical:>10} {serialized:>10} {ratio:7.3f}"
+        yield f"{b:20} {calls:8.0f} {logical:>9} {physical:>9} {saved:>9} {serialized:>10} {ratio:7.3f}"
 
 
 def _row(name: str, value: str) -> str:

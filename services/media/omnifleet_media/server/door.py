@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from omnifleet.errors import Reason, retryable
 from omnifleet.telemetry.payload import PayloadMeter
-from omnifleet.types import Lease
+from omnifleet.types import Lease, MediaKind
 from omnifleet_media.address.contract import DecodeContract
 from omnifleet_media.index.port import SegmentRecord
 from omnifleet_media.ingest.source import Intake, Source
@@ -130,16 +130,18 @@ class Door:
             physical_bytes=stored.new_bytes,
             logical_segments=len(item.frames),
             physical_segments=stored.new_frames,
+            key="track" if item.kind is MediaKind.AUDIO else "frame",
         )
 
-    def read(self, boundary: str, size: int, *, mapped: bool) -> None:
-        """A read of `size` bytes: physical is what was copied for it."""
+    def read(self, boundary: str, size: int, *, mapped: bool, key: str) -> None:
+        """A read of `size` bytes of a kind of content: physical is what was copied for it."""
         self.library.counters.add("reads")
         self.payload.moved(
             boundary,
             logical_bytes=size,
             physical_bytes=0 if mapped else size,
             physical_segments=0 if mapped else 1,
+            key=key,
         )
 
     def segment(self, boundary: str, record: SegmentRecord, *, made: bool) -> None:
@@ -151,6 +153,7 @@ class Door:
             logical_bytes=record.bytes,
             physical_bytes=record.bytes if made else 0,
             physical_segments=int(made),
+            key="segment",
         )
 
 

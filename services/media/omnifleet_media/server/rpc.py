@@ -129,7 +129,7 @@ class MediaRpc(MediaServicer):
             if size is not None:
                 header.bytes = size
                 _describe(header, shape, size)
-                self._door.read("media_get", size, mapped=True)
+                self._door.read("media_get", size, mapped=True, key=kind)
                 yield media_pb2.GetReply(header=header)
                 return
             header.shm_path = ""  # left the tier since: stream it
@@ -139,7 +139,7 @@ class MediaRpc(MediaServicer):
         end = min(request.offset + request.length, len(data)) if request.length else len(data)
         header.bytes = end - request.offset
         _describe(header, shape, len(data))
-        self._door.read("media_get", header.bytes, mapped=False)
+        self._door.read("media_get", header.bytes, mapped=False, key=kind)
         yield media_pb2.GetReply(header=header)
         for offset in range(request.offset, end, CHUNK_BYTES):
             piece = bytes(data[offset : min(offset + CHUNK_BYTES, end)])

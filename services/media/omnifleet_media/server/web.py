@@ -97,7 +97,7 @@ def _media_routes(door: Door, access: Access) -> APIRouter:
     async def frame(digest: str, i: int, request: Request) -> Response:
         item = await library.read(checked(digest))
         pixels = await _pixels(door, item, i)
-        door.read("http_get", pixels.nbytes, mapped=False)
+        door.read("http_get", pixels.nbytes, mapped=False, key="frame")
         return await drawings.png(request, item.frames[i], lambda: frame_png(pixels))
 
     return routes
@@ -200,7 +200,7 @@ def _blob_routes(door: Door, access: Access) -> APIRouter:
         headers["Content-Length"] = str(size)
         body = b"" if request.method == "HEAD" else data[slice_.start : slice_.end]
         if request.method == "GET":
-            door.read("http_get", size, mapped=False)
+            door.read("http_get", size, mapped=False, key=kind)
             door.library.counters.add("bytes_streamed", size)
         status = 206 if slice_.partial else 200
         return StreamingResponse(
