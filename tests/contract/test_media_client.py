@@ -22,6 +22,7 @@ from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet.wire import media_pb2
 from omnifleet_media.server.run import Running
 from tests.contract.media_world import clip_of_pictures, pixels_of, png, running
+from tests.media_files import greys, h264
 
 SIZE = (100, 100)
 BYTES = 30_000
@@ -35,6 +36,10 @@ async def service(tmp_path: Path) -> AsyncIterator[Running]:
 
 def counted(client: MediaClient, name: str) -> float:
     return client.payload.snapshot().get(name, 0.0)
+
+
+def ref_of(reply: media_pb2.PutReply) -> MediaRef:
+    return MediaRef(MediaKind.VIDEO, Digest(reply.ref.digest))
 
 
 def messages(client: MediaClient) -> float:
@@ -347,6 +352,34 @@ async def test_RED_10_a_release_that_is_sent_twice_drops_nobody_elses_lease(serv
         assert (await client.stat(ref.digest)).leases == 1
         await client.collect(0)
         assert await client.has([ref.digest]) == [True]
+
+
+async def test_a_stored_source_is_decoded_in_one_more_way_without_its_bytes(service: Running) -> None:
+    film = h264(greys(24))
+    four, two = [
+        {"kind": MediaKind.VIDEO, "contract": media_pb2.DecodeContract(sampling="uniform@1", num_frames=n)}
+        for n in (4, 2)
+    ]
+
+    def by_the_blocking_client(source: str) -> tuple[media_pb2.PutReply, OmnifleetError]:
+        with SyncMediaClient(service.grpc, deadline_s=60) as media:
+            with pytest.raises(OmnifleetError) as caught:
+                media.decode("ab" * 32, "run", **two)
+            return media.decode(source, "run", **two), caught.value
+
+    async with MediaClient.open(service.grpc, deadline_s=60) as client:
+        source = (await client.put(film, "run", **four)).source_digest
+        received = (await client.status()).counters["bytes_received"]
+        decoded = await client.decode(source, "run", **two)
+        assert [int(f[0, 0, 0]) for f in await client.frames(ref_of(decoded))] == pytest.approx(
+            [0, 230], abs=2
+        )
+        again, missing = await asyncio.to_thread(by_the_blocking_client, source)
+        assert (again.ref.digest, again.decoded) == (decoded.ref.digest, False)
+        assert missing.reason is Reason.NOT_FOUND
+        assert ref_of(await client.put(film, "run", **two)) == ref_of(decoded)  # one alias for both calls
+        assert (await client.status()).counters["decodes"] == 2
+        assert received == len(film)
 
 
 # ---------------------------------------------------------------------- the client that blocks

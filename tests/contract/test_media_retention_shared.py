@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,61 @@ async def test_one_service_preprocesses_and_the_other_waits(tmp_path: Path, inde
         one_makes.go_on.set()
         assert [made for _, made in await asyncio.gather(first, second)] == [True, False]
         assert (one_makes.made, other_makes.made) == (1, 0)
+
+
+_PREPROCESS = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from omnifleet.types import Digest, MediaKind, MediaRef
+from tests.chaos.media_light import light_library
+
+class Processor:
+    async def call(self, work, pixels):
+        print("makes", flush=True)
+        await asyncio.sleep(0.2)
+        return {"token_count": 1, "grid": [1, 2, 2]}, b"x"
+
+    async def close(self):
+        pass
+
+async def main():
+    name, refs = "Qwen2VLImageProcessor", [MediaRef(MediaKind.IMAGE, Digest(d)) for d in sys.argv[4:]]
+    async with light_library(Path(sys.argv[2]), processor=Processor(), index=sys.argv[3], processors=(name,)) as library:
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        for ref in refs:
+            record, made = await library.segments.find_or_make(ref, name, "{}", "")
+            print(record.key, made, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_processes_that_ask_at_once_preprocess_once(tmp_path: Path, index: str) -> None:
+    digests = asyncio.run(_six_pictures(tmp_path, index))
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", _PREPROCESS, root, str(tmp_path), index, *digests]
+    with ExitStack() as stack:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        children = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        for child in children:
+            assert child.stdout.readline() == "ready\n"
+        for child in children:
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        told = [child.stdout.read().splitlines() for child in children]
+    makes = sum(lines.count("makes") for lines in told)
+    keys = [[line.split()[0] for line in lines if line != "makes"] for lines in told]
+    assert makes == len(digests)
+    assert keys[0] == keys[1]
+    assert len(set(keys[0])) == len(digests)
+    assert sum(line.endswith("True") for lines in told for line in lines) == len(digests)
+
+
+async def _six_pictures(folder: Path, index: str) -> list[Digest]:
+    async with light_library(folder, index=index) as library:
+        return [await put(library, seed) for seed in range(6)]
 
 
 async def test_one_service_evicts_nothing_that_the_other_leased(tmp_path: Path, index: str) -> None:

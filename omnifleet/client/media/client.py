@@ -132,6 +132,25 @@ class MediaClient(MediaReader):
         header.url = url
         return await self._put(header, b"")
 
+    async def decode(
+        self,
+        source_digest: str,
+        run: str,
+        *,
+        kind: MediaKind = MediaKind.IMAGE,
+        contract: media_pb2.DecodeContract | None = None,
+    ) -> media_pb2.PutReply:
+        """Decode a source that is stored (`PutReply.source_digest`) in one more way; its bytes are not sent again.
+
+        Raises OmnifleetError: NOT_FOUND for a source that is not there, and what `put` raises.
+        """
+        request = media_pb2.DecodeRequest(
+            source_digest=source_digest, kind=kind_to_wire(kind), contract=contract, run=run
+        )
+        reply: media_pb2.PutReply = await self._calls.ask("Decode", request)
+        self._remember(info_from_wire(reply.info))
+        return reply
+
     async def _put(self, header: media_pb2.PutHeader, data: bytes) -> media_pb2.PutReply:
         reply = await self._calls.put(header, data)
         self._remember(info_from_wire(reply.info))

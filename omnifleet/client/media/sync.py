@@ -91,6 +91,10 @@ class SyncMediaClient:
         """As `MediaClient.put_url`."""
         return self._do(self.client.put_url(url, run, **options))
 
+    def decode(self, source_digest: str, run: str, **options: Any) -> media_pb2.PutReply:
+        """As `MediaClient.decode`."""
+        return self._do(self.client.decode(source_digest, run, **options))
+
     # ------------------------------------------------------------------ content out
 
     def info(self, ref: MediaRef) -> MediaInfo:
