@@ -237,6 +237,15 @@ async def test_vid_03_a_turned_clip_is_upright(service: Service, route: Route) -
     assert (abs(frame[-5] - BLUE) <= 4).all()
 
 
+async def test_vid_06_a_batch_is_its_single_reads_bit_for_bit(service: Service, route: Route) -> None:
+    for indices in (range(24), (11, 12, 13), (23, 0, 12, 12, 5)):
+        batch = await service.client.info(await route(service, picked(B_FRAMES, *indices)))
+        single = [await service.client.info(await route(service, picked(B_FRAMES, i))) for i in indices]
+        assert batch.frame_digests == tuple(
+            one.frame_digests[0] for one in single
+        )  # a digest is of the pixels
+
+
 async def test_vid_07_a_cut_clip_is_sampled_over_what_is_there(service: Service, route: Route) -> None:
     cut = FFV1[: len(FFV1) * (600 - next(service.numbers) % 8) // 1000]  # new to the service, most times
     info = await service.client.info(await route(service, uniform(cut, 8)))
