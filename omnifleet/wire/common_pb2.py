@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eomnifleet/v1alpha/common.proto\x12\x11omnifleet.v1alpha\"F\n\x10HandshakeRequest\x12\x10\n\x08\x63ontract\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\"h\n\x0eHandshakeReply\x12\x10\n\x08\x63ontract\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12\x10\n\x08instance\x18\x05 \x01(\t\"\xa2\x01\n\x0b\x45rrorDetail\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x0c\n\x04knob\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x39\n\x0f\x63urrent_version\x18\x06 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\"V\n\rWeightVersion\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07lineage\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x17\n\x0fmanifest_digest\x18\x04 \x01(\t\"{\n\x0cVersionBound\x12/\n\x03min\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersionH\x00\x12\x31\n\x05\x65xact\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersionH\x00\x42\x07\n\x05\x62ound\"l\n\x0bVersionSpan\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\t\"F\n\x08MediaRef\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.omnifleet.v1alpha.MediaKind\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xa2\x01\n\x08Identity\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x0f\n\x07\x65pisode\x18\x04 \x01(\t\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\x11\n\tprompt_id\x18\x06 \x01(\t\x12\x10\n\x08group_id\x18\x07 \x01(\t\x12\x0e\n\x06sample\x18\x08 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\t \x01(\t\"H\n\x05Lease\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x0b\n\x03run\x18\x03 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x04 \x01(\x04\"3\n\x05\x43hunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04last\x18\x03 \x01(\x08\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x0f\n\rStatusRequest\"\xfc\x01\n\rServiceStatus\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\r\n\x05state\x18\x05 \x01(\t\x12,\n\x08\x63ounters\x18\x06 \x03(\x0b\x32\x1a.omnifleet.v1alpha.Counter\x12:\n\x05\x66\x61\x63ts\x18\x07 \x03(\x0b\x32+.omnifleet.v1alpha.ServiceStatus.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*i\n\tMediaKind\x12\x1a\n\x16MEDIA_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEDIA_KIND_IMAGE\x10\x01\x12\x14\n\x10MEDIA_KIND_VIDEO\x10\x02\x12\x14\n\x10MEDIA_KIND_AUDIO\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eomnifleet/v1alpha/common.proto\x12\x11omnifleet.v1alpha\"F\n\x10HandshakeRequest\x12\x10\n\x08\x63ontract\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\"\x7f\n\x0eHandshakeReply\x12\x10\n\x08\x63ontract\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12\x10\n\x08instance\x18\x05 \x01(\t\x12\x15\n\rshared_folder\x18\x06 \x01(\t\"\xa2\x01\n\x0b\x45rrorDetail\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x0c\n\x04knob\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x39\n\x0f\x63urrent_version\x18\x06 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\"V\n\rWeightVersion\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07lineage\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x17\n\x0fmanifest_digest\x18\x04 \x01(\t\"{\n\x0cVersionBound\x12/\n\x03min\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersionH\x00\x12\x31\n\x05\x65xact\x18\x02 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersionH\x00\x42\x07\n\x05\x62ound\"l\n\x0bVersionSpan\x12\x31\n\x07version\x18\x01 \x01(\x0b\x32 .omnifleet.v1alpha.WeightVersion\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06worker\x18\x04 \x01(\t\"F\n\x08MediaRef\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.omnifleet.v1alpha.MediaKind\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xa2\x01\n\x08Identity\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x0f\n\x07\x65pisode\x18\x04 \x01(\t\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\x11\n\tprompt_id\x18\x06 \x01(\t\x12\x10\n\x08group_id\x18\x07 \x01(\t\x12\x0e\n\x06sample\x18\x08 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\t \x01(\t\"H\n\x05Lease\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x0b\n\x03run\x18\x03 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x04 \x01(\x04\"3\n\x05\x43hunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04last\x18\x03 \x01(\x08\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x0f\n\rStatusRequest\"\xfc\x01\n\rServiceStatus\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\r\n\x05state\x18\x05 \x01(\t\x12,\n\x08\x63ounters\x18\x06 \x03(\x0b\x32\x1a.omnifleet.v1alpha.Counter\x12:\n\x05\x66\x61\x63ts\x18\x07 \x03(\x0b\x32+.omnifleet.v1alpha.ServiceStatus.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*i\n\tMediaKind\x12\x1a\n\x16MEDIA_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEDIA_KIND_IMAGE\x10\x01\x12\x14\n\x10MEDIA_KIND_VIDEO\x10\x02\x12\x14\n\x10MEDIA_KIND_AUDIO\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SERVICESTATUS_FACTSENTRY']._loaded_options = None
   _globals['_SERVICESTATUS_FACTSENTRY']._serialized_options = b'8\001'
-  _globals['_MEDIAKIND']._serialized_start=1395
-  _globals['_MEDIAKIND']._serialized_end=1500
+  _globals['_MEDIAKIND']._serialized_start=1418
+  _globals['_MEDIAKIND']._serialized_end=1523
   _globals['_HANDSHAKEREQUEST']._serialized_start=53
   _globals['_HANDSHAKEREQUEST']._serialized_end=123
   _globals['_HANDSHAKEREPLY']._serialized_start=125
-  _globals['_HANDSHAKEREPLY']._serialized_end=229
-  _globals['_ERRORDETAIL']._serialized_start=232
-  _globals['_ERRORDETAIL']._serialized_end=394
-  _globals['_WEIGHTVERSION']._serialized_start=396
-  _globals['_WEIGHTVERSION']._serialized_end=482
-  _globals['_VERSIONBOUND']._serialized_start=484
-  _globals['_VERSIONBOUND']._serialized_end=607
-  _globals['_VERSIONSPAN']._serialized_start=609
-  _globals['_VERSIONSPAN']._serialized_end=717
-  _globals['_MEDIAREF']._serialized_start=719
-  _globals['_MEDIAREF']._serialized_end=789
-  _globals['_IDENTITY']._serialized_start=792
-  _globals['_IDENTITY']._serialized_end=954
-  _globals['_LEASE']._serialized_start=956
-  _globals['_LEASE']._serialized_end=1028
-  _globals['_CHUNK']._serialized_start=1030
-  _globals['_CHUNK']._serialized_end=1081
-  _globals['_COUNTER']._serialized_start=1083
-  _globals['_COUNTER']._serialized_end=1121
-  _globals['_STATUSREQUEST']._serialized_start=1123
-  _globals['_STATUSREQUEST']._serialized_end=1138
-  _globals['_SERVICESTATUS']._serialized_start=1141
-  _globals['_SERVICESTATUS']._serialized_end=1393
-  _globals['_SERVICESTATUS_FACTSENTRY']._serialized_start=1349
-  _globals['_SERVICESTATUS_FACTSENTRY']._serialized_end=1393
+  _globals['_HANDSHAKEREPLY']._serialized_end=252
+  _globals['_ERRORDETAIL']._serialized_start=255
+  _globals['_ERRORDETAIL']._serialized_end=417
+  _globals['_WEIGHTVERSION']._serialized_start=419
+  _globals['_WEIGHTVERSION']._serialized_end=505
+  _globals['_VERSIONBOUND']._serialized_start=507
+  _globals['_VERSIONBOUND']._serialized_end=630
+  _globals['_VERSIONSPAN']._serialized_start=632
+  _globals['_VERSIONSPAN']._serialized_end=740
+  _globals['_MEDIAREF']._serialized_start=742
+  _globals['_MEDIAREF']._serialized_end=812
+  _globals['_IDENTITY']._serialized_start=815
+  _globals['_IDENTITY']._serialized_end=977
+  _globals['_LEASE']._serialized_start=979
+  _globals['_LEASE']._serialized_end=1051
+  _globals['_CHUNK']._serialized_start=1053
+  _globals['_CHUNK']._serialized_end=1104
+  _globals['_COUNTER']._serialized_start=1106
+  _globals['_COUNTER']._serialized_end=1144
+  _globals['_STATUSREQUEST']._serialized_start=1146
+  _globals['_STATUSREQUEST']._serialized_end=1161
+  _globals['_SERVICESTATUS']._serialized_start=1164
+  _globals['_SERVICESTATUS']._serialized_end=1416
+  _globals['_SERVICESTATUS_FACTSENTRY']._serialized_start=1372
+  _globals['_SERVICESTATUS_FACTSENTRY']._serialized_end=1416
 # @@protoc_insertion_point(module_scope)

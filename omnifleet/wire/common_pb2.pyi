@@ -29,18 +29,20 @@ class HandshakeRequest(_message.Message):
     def __init__(self, contract: _Optional[str] = ..., client: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("contract", "service", "version", "features", "instance")
+    __slots__ = ("contract", "service", "version", "features", "instance", "shared_folder")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     SERVICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FOLDER_FIELD_NUMBER: _ClassVar[int]
     contract: str
     service: str
     version: str
     features: _containers.RepeatedScalarFieldContainer[str]
     instance: str
-    def __init__(self, contract: _Optional[str] = ..., service: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ...) -> None: ...
+    shared_folder: str
+    def __init__(self, contract: _Optional[str] = ..., service: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[str] = ..., shared_folder: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("reason", "message", "retryable", "knob", "retry_after_ms", "current_version")

@@ -223,6 +223,23 @@ async def test_a_clip_that_is_evicted_or_lost_leaves_shared_memory_whole(service
         assert (kept[1] == pixels_of(png(2, SIZE))).all()  # what a caller holds stays whole
 
 
+async def test_a_client_that_knows_nothing_reads_a_clip_without_a_call(service: Running) -> None:
+    item = await clip_of_pictures(service, [1, 2, 1], SIZE)
+    await service.library.map_frames(item)
+    async with (
+        MediaClient.open(service.grpc) as client,
+        MediaClient.open(service.grpc, same_host=False) as far,
+    ):
+        before = messages(client)
+        frames = await client.frames(item.ref)
+        assert (frames[1] == pixels_of(png(2, SIZE))).all()
+        assert client.kept()["loads"] == 2
+        assert (await client.info(item.ref)).timestamps_s == (0, 0.2, 0.4)
+        assert messages(client) == before
+        await far.frames(item.ref)
+    assert service.library.counters.count("bytes_streamed") == 2 * BYTES
+
+
 # ---------------------------------------------------------------------- the cache
 
 
@@ -259,6 +276,7 @@ async def test_concurrent_reads_of_one_frame_share_a_call(service: Running) -> N
 async def test_payload_of_a_group_moves_once(service: Running) -> None:
     async with MediaClient.open(service.grpc) as client:
         ref = await client.put_image(png(0, SIZE), "run")
+        service.library.store.shared.remove("frame", (await client.info(ref)).frame_digests[0])
         for _ in range(16):
             await client.frame(ref)
         assert counted(client, "payload_bytes/client_frame/logical_media") == 16 * BYTES

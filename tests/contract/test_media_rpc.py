@@ -47,7 +47,7 @@ async def test_a_picture_comes_back_mapped_and_streamed(tmp_path: Path) -> None:
             info = await near.info(ref)
             assert (info.width, info.height, info.bytes) == (700, 600, 700 * 600 * 3)
             counters = (await near.status()).counters
-    assert counters["shm_maps"] == 1
+    assert counters["shm_maps"] == 0  # found in the shared folder, of which the handshake tells
     assert counters["bytes_streamed"] == 700 * 600 * 3
 
 

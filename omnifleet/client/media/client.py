@@ -58,7 +58,9 @@ class MediaClient(MediaReader):
                 verify_mapped=verify_mapped,
             )
             hello = common_pb2.HandshakeRequest(contract=omnifleet.CONTRACT, client=name)
-            await client._calls.ask("Handshake", hello)
+            answer = await client._calls.ask("Handshake", hello)
+            if same_host and answer.shared_folder:
+                client._shared.look_in(answer.shared_folder)
             try:
                 yield client
             finally:

@@ -19,7 +19,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class SharedFolder:
-    """Where the service's shared content is, once an answer has told: later content is found without a call.
+    """Where the service's shared content is, once the handshake or an answer has told: content is found without a call.
 
     A folder counts only if nobody but its owner can write to it. A new service makes a new folder; the old one is
     empty then, and the next answer tells the new one.
@@ -30,7 +30,10 @@ class SharedFolder:
 
     def learn(self, path: str) -> None:
         """Take the folder from the path of one file in it."""
-        folder = str(Path(path).parents[1])
+        self.look_in(str(Path(path).parents[1]))
+
+    def look_in(self, folder: str) -> None:
+        """Take the folder, if it is on this host."""
         if folder != self._folder and _is_guarded(folder):
             self._folder = folder
 

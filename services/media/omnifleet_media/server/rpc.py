@@ -58,7 +58,9 @@ class MediaRpc(MediaServicer):
     async def Handshake(
         self, request: common_pb2.HandshakeRequest, context: Any
     ) -> common_pb2.HandshakeReply:
-        return handshake(request, "media")
+        reply = handshake(request, "media")
+        reply.shared_folder = str(self._library.store.shared.root)
+        return reply
 
     async def Put(self, requests: AsyncIterator[media_pb2.PutRequest], context: Any) -> media_pb2.PutReply:
         arriving = aiter(requests)
