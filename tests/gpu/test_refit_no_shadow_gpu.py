@@ -93,7 +93,7 @@ async def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
 async def reply(engine: Any, begun: asyncio.Event) -> tuple[int, FinishReason | None]:
     """Tokens of one long sample, and how it ended."""
     prompt = await engine.prepare([50, 51, 52], (), "test")
-    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    sampling = Sampling(max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True)
     tokens, finish = 0, None
     async for delta in engine.generate(EngineRequest("long", prompt, sampling, salt="s")):
         tokens, finish = tokens + len(delta.token_ids), delta.finish
