@@ -28,14 +28,16 @@ def assert_books_balance(run: CliRun, steps: int) -> None:
 @pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_kills_of_every_service_and_scaling_while_training(cli_run: Callable[..., CliRun]) -> None:
-    run = cli_run(f"trainer.steps={STEPS}", engine="fake:0.06")
+    run = cli_run(f"trainer.steps={STEPS}", "rollout.workers=1", engine="fake:0.06")
     run.train()
     run.wait_step(2)
+    until(lambda: [*listed(run, wanted=1).values()] == ["ready"], 60, "one worker is listed")
 
     run.omnifleet("fleet", "scale", "3")
     until(lambda: sum(w["state"] == "ready" for w in run.workers()) == 3, 60, "three workers serve")
     serving = {w["id"]: w["version"] for w in run.workers()}
     assert all("base" not in version for version in serving.values()), serving
+    until(lambda: listed(run, wanted=3) == dict.fromkeys(serving, "ready"), 60, "three workers are listed")
 
     run.kill("worker-0")
     seen = run.step()
@@ -54,11 +56,19 @@ def test_kills_of_every_service_and_scaling_while_training(cli_run: Callable[...
     run.wait_step(run.step() + 3)
 
     run.omnifleet("fleet", "scale", "1")
+    listed(run, wanted=1)
     until(lambda: len([w for w in run.workers() if w["state"] == "ready"]) == 1, 60, "one worker is left")
     assert run.finish(180) == 0
     assert_books_balance(run, STEPS)
     assert_no_sample_of_a_crash(run)
     assert_the_report_knows_who_ended(run)
+
+
+def listed(run: CliRun, *, wanted: int) -> dict[str, str]:
+    """What `omnifleet fleet list` shows: worker -> state."""
+    said = run.omnifleet("fleet", "list")
+    assert f"workers (wanted {wanted}, weights " in said, said
+    return dict(re.findall(r"^ *(worker-\d+-\S+) +(\w+)\b.*%", said, re.MULTILINE))
 
 
 def assert_the_report_knows_who_ended(run: CliRun) -> None:
@@ -103,7 +113,7 @@ def test_ctrl_c_then_the_same_command_resumes(cli_run: Callable[..., CliRun]) ->
 
 
 @pytest.mark.heavy
-def test_errors_are_one_clear_line(cli_run: Callable[..., CliRun], tmp_path) -> None:
+def test_errors_are_one_clear_line(cli_run: Callable[..., CliRun]) -> None:
     run = cli_run()
     out = run.omnifleet("train", "cpu-tiny", "trainer.stepz=1", check=False)
     assert out.strip().startswith("omnifleet: invalid_config") and "did you mean 'steps'" in out
