@@ -1,6 +1,6 @@
 """A hit on one host: frames from the media service's shared memory, against Redis, memcpy and a plain mmap.
 
-    python bench/media/hit_path.py [--rounds 30] [--seed 0]
+    python bench/media/hit_path.py [--rounds 30] [--seed 0] [--clip h264|png]
 
 Service and Redis are processes of their own, the caller is Python, and every row touches every byte (an exclusive or over
 64-bit words). 25 MB: the 32 frames of a 672x384 clip. 200 KB: one picture of 258x258. The bytes are in memory in every row.
@@ -51,13 +51,17 @@ def touch(data: Any) -> int:
     return int(np.bitwise_xor.reduce(flat[:whole].view(np.uint64))) ^ int(flat[whole:].sum())
 
 
-def clip_file() -> bytes:
-    """An H.264 clip of FRAMES frames of moving noise."""
-    import av
-
+def clip_file(form: str) -> bytes:
+    """FRAMES frames of moving noise: an H.264 clip, or an animated PNG where no TorchCodec is installed."""
     out = io.BytesIO()
     chance = np.random.default_rng(0)
     wide = chance.integers(0, 256, (HEIGHT, WIDTH + 8 * FRAMES, 3), np.uint8)
+    if form == "png":
+        first, *rest = (Image.fromarray(wide[:, 8 * i : 8 * i + WIDTH]) for i in range(FRAMES))
+        first.save(out, "PNG", save_all=True, append_images=rest, duration=125, compress_level=1)
+        return out.getvalue()
+    import av
+
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=8)
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
@@ -167,7 +171,9 @@ def know_nothing(client: MediaClient) -> None:
     client._shared = SharedFolder()
 
 
-async def frame_set(opened: Callable[..., Any], url: str, folder: Path, rounds: int, seed: int) -> None:
+async def frame_set(
+    opened: Callable[..., Any], url: str, folder: Path, rounds: int, seed: int, form: str
+) -> None:
     async with (
         opened() as client,
         opened() as cold,
@@ -175,7 +181,7 @@ async def frame_set(opened: Callable[..., Any], url: str, folder: Path, rounds: 
         opened(same_host=False, cache_bytes=0) as elsewhere,
     ):
         contract = media_pb2.DecodeContract(sampling="uniform@1", num_frames=FRAMES)
-        reply = await client.put(clip_file(), "bench", kind=MediaKind.VIDEO, contract=contract)
+        reply = await client.put(clip_file(form), "bench", kind=MediaKind.VIDEO, contract=contract)
         ref = media_from_wire(reply.ref)
         data = b"".join(frame.tobytes() for frame in await client.frames(ref))
         assert len(data) == FRAMES * HEIGHT * WIDTH * 3 == reply.info.bytes
@@ -303,12 +309,12 @@ async def hit_times(client: MediaClient, refs: list[MediaRef], connection: redis
         print(f"  {what:32} {p50:8.0f} us {p99:8.0f} us")
 
 
-async def run(rounds: int, seed: int) -> None:
+async def run(rounds: int, seed: int, form: str) -> None:
     with tempfile.TemporaryDirectory(prefix="om-hit-", dir="/dev/shm") as name:
         folder = Path(name)
         with redis_server(folder) as url:
             async with media(folder) as opened:
-                await frame_set(opened, url, folder, rounds, seed)
+                await frame_set(opened, url, folder, rounds, seed, form)
                 await pictures(opened, url)
 
 
@@ -318,8 +324,9 @@ def main() -> None:
     )
     options.add_argument("--rounds", type=int, default=30)
     options.add_argument("--seed", type=int, default=0, help="of the order of rows")
+    options.add_argument("--clip", choices=("h264", "png"), default="h264", help="png needs no TorchCodec")
     given = options.parse_args()
-    asyncio.run(run(given.rounds, given.seed))
+    asyncio.run(run(given.rounds, given.seed, given.clip))
 
 
 if __name__ == "__main__":
