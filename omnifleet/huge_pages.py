@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import sys
+from contextlib import suppress
 
 import numpy as np
 
@@ -26,10 +27,9 @@ def make_room(fd: int, size: int) -> None:
         return
     for at in range(0, whole, HUGE):
         os.pwrite(fd, b"\0", at)  # a range without any page is left alone
-    data = map_file(fd, whole)
-    _libc().madvise(
-        ctypes.c_void_p(np.frombuffer(data, np.uint8).ctypes.data), ctypes.c_size_t(whole), _COLLAPSE
-    )
+    with suppress(OSError):  # no room for one more map
+        data = np.frombuffer(map_file(fd, whole), np.uint8)
+        _libc().madvise(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(whole), _COLLAPSE)
 
 
 def map_file(fd: int, size: int, flags: int = 0) -> memoryview:
