@@ -72,7 +72,7 @@ ASKED = {"return_token_ids": True, "return_media": True, "return_provenance": Tr
 async def test_every_dialect_sends_a_sound_by_its_digest(tmp_path: Path, checkpoint: Path) -> None:
     """Inline, as a data URL and as a digest it is the same one; a picture between them keeps its place."""
     data_url = f"data:audio/wav;base64,{base64.b64encode(BYTES).decode()}"
-    parts = [
+    parts: list[Any] = [
         INLINE,
         {"type": "image_url", "image_url": {"url": PICTURE.url}},
         {"type": "audio_url", "audio_url": {"url": data_url}},
@@ -83,7 +83,7 @@ async def test_every_dialect_sends_a_sound_by_its_digest(tmp_path: Path, checkpo
         said = await client.chat.completions.create(
             model="policy", messages=chat(*parts), max_tokens=2, extra_body=ASKED
         )
-        items = [
+        items: list[Any] = [
             {
                 **part,
                 "type": {"text": "input_text", "image_url": "input_image"}.get(part["type"], part["type"]),
@@ -91,8 +91,9 @@ async def test_every_dialect_sends_a_sound_by_its_digest(tmp_path: Path, checkpo
             for part in parts
         ]
         items[1]["image_url"] = PICTURE.url
+        said_by_user: Any = [{"role": "user", "content": items}]
         answered = await client.responses.create(
-            model="policy", input=[{"role": "user", "content": items}], max_output_tokens=16, extra_body=ASKED
+            model="policy", input=said_by_user, max_output_tokens=16, extra_body=ASKED
         )
     first, second = said.to_dict(), answered.to_dict()
     block: Any = first["omnifleet"]
