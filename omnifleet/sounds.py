@@ -1,9 +1,9 @@
 """Sounds in prompts, by the rules of Nemotron Omni: how many tokens a track takes, which token, between which. No tensor library.
 
 The family's encoder (Parakeet) sees a track in pieces of 30 s; a piece is a mel frame each `hop_length` samples, which
-`log2(subsampling_factor)` convolutions of stride 2 thin out. vLLM counts so, and so many features its encoder gives. The estimate
-of transformers' own processor differs: it knows no pieces, and has a token too many where the frames are a multiple of the factor
-(its frames are one more than its features), which its own model then refuses.
+`log2(subsampling_factor)` convolutions of stride 2 thin out. This is vLLM's count, which decides what a prompt is. transformers'
+processor and model know no pieces, and count a frame more: where the frames are a multiple of the factor they have one token more,
+whose feature lies behind the sound's end.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def test_a_sound_has_the_tokens_that_vllm_gives_it(model: Path, vllm: Any, sampl
 
 
 @pytest.mark.parametrize("samples", [n for n in LENGTHS if 1600 <= n <= 480_000])
-def test_transformers_counts_as_many_but_for_its_own_mistake(model: Path, samples: int) -> None:
-    """One too many at a multiple of eight frames; its own model has no feature for that token."""
+def test_transformers_counts_a_frame_more(model: Path, samples: int) -> None:
+    """Which is a token more at a multiple of eight frames; its model has a feature for it, of silence behind the end."""
     theirs = object.__new__(NemotronH_Omni_Reasoning_V3Processor)
     theirs.audio_hop_length, theirs.audio_subsampling_factor = 160, 8
     ours = sound_tokens(read_sound_config(model), samples)
@@ -187,7 +187,7 @@ async def test_pictures_and_sounds_keep_their_own_brackets(model: Path) -> None:
     async def found(ref: MediaRef, run: str) -> Any:
         return segment if ref.kind is MediaKind.IMAGE else await original(ref, run)
 
-    media._segment = found  # type: ignore[method-assign, assignment]
+    media._segment = found  # type: ignore[method-assign]
     picture = MediaRef(MediaKind.IMAGE, Digest("d" * 64))
     prompt = await media.prepare([image, 40, token], [picture, SHORT], "")
     (opens, closes), (starts, ends) = picture_brackets(model), sound_brackets(model)
