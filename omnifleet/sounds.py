@@ -82,15 +82,22 @@ def sound_pieces(config: Mapping[str, Any], samples: int) -> list[int]:
 
 def sound_tokens(config: Mapping[str, Any], samples: int) -> int:
     """Placeholder tokens of a track of `samples`; config: as `read_sound_config` gives it."""
+    pieces = sound_pieces(config, samples)
+    return max(sum(features_heard(config, mel_frames(config, piece)) for piece in pieces), 1)
+
+
+def mel_frames(config: Mapping[str, Any], samples: int) -> int:
+    """Mel frames of one piece that count; its spectrogram has one more."""
+    return samples // int(config.get("hop_length") or _HOP)
+
+
+def features_heard(config: Mapping[str, Any], frames: int) -> int:
+    """Features that the encoder makes of the mel frames of one piece."""
     kernel, stride = int(config["subsampling_conv_kernel_size"]), int(config["subsampling_conv_stride"])
     padding = (kernel - 1) // 2 * 2
-    total = 0
-    for piece in sound_pieces(config, samples):
-        frames = piece // int(config.get("hop_length") or _HOP)
-        for _ in range(int(math.log2(int(config["subsampling_factor"])))):
-            frames = (frames + padding - kernel) // stride + 1
-        total += frames
-    return max(total, 1)
+    for _ in range(int(math.log2(int(config["subsampling_factor"])))):
+        frames = (frames + padding - kernel) // stride + 1
+    return frames
 
 
 def _config(model_dir: Path) -> dict[str, Any]:

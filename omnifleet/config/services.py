@@ -107,6 +107,7 @@ class MediaConfig(StrictModel):
         "Qwen2VLVideoProcessor",
         "NemotronH_Omni_Reasoning_V3ImageProcessor",
         "NemotronH_Omni_Reasoning_V3VideoProcessor",
+        "ParakeetFeatureExtractor",
     )
     """Processor classes that segments may be made with."""
     limits: MediaLimits = MediaLimits()
