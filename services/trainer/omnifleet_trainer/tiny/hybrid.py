@@ -55,8 +55,8 @@ SOUND: dict[str, Any] = {
 """The published settings, smaller, but for the 256 channels: megatron-bridge knows no other number."""
 _FFT, _WINDOW = 512, 400
 _LAYERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_NOT_PUBLISHED = (".layer_scale1.", ".layer_scale2.")
-"""Identities that transformers' class has and the published tower has not."""
+_NOT_PUBLISHED = (".layer_scale1.", ".layer_scale2.", ".num_batches_tracked")
+"""Identities and counters that transformers' class has and the published checkpoint has not."""
 
 
 def write_hybrid(

@@ -1,0 +1,206 @@
+"""Nemotron 3 Nano Omni with its encoder of sounds, in AutoModel: against plain transformers, and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.processor import image_token_id, picture_brackets, read_image_processor, read_sound_processor
+from omnifleet.sounds import sound_brackets, sound_token_id, sound_tokens
+from omnifleet.types import Digest, MediaKind
+from omnifleet_media.segment.sound import features_of
+from omnifleet_trainer.batch.samples import StepBatch, TrainingSample
+from omnifleet_trainer.objectives.logprobs import token_logprobs
+from omnifleet_trainer.policy.automodel import AutoModelPolicy
+from omnifleet_trainer.policy.job import Job
+from omnifleet_trainer.tiny.hybrid import write_hybrid
+from tests.integration.batch_sample import ith_sample
+from tests.integration.family_world import close_to
+from tests.integration.nemotron_world import TEMPERATURE, InDouble, segment
+from tests.sounds import tone
+
+pytestmark = pytest.mark.heavy
+
+SOUNDS = {"s": 16_000, "t": 3_300, "l": 9_700}
+"""Samples of each; none a multiple of eight frames, of which transformers would make a feature more."""
+MEDIA = ("s", "st", "lsas", "a", "t", "")
+FROZEN = ("sound_encoder.*", "sound_projection.*")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hearing") / "model"
+    write_hybrid(folder, hidden=64, sound=True)
+    return folder
+
+
+def opened(source: Path, *, freeze: tuple[str, ...] = (), **changes: Any) -> AutoModelPolicy:
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=2)
+    trainer = TrainerConfig(optimizer=optimizer, threads=1, micro_batch_tokens=300, **changes)
+    return AutoModelPolicy(Job(source, trainer, ObjectiveConfig(), temperature=TEMPERATURE, freeze=freeze))
+
+
+@pytest.fixture(scope="module")
+def policy(source: Path) -> Iterator[AutoModelPolicy]:
+    policy = opened(source)
+    yield policy
+    policy.close()
+
+
+def batch_for(source: Path) -> StepBatch:
+    """Six samples in three groups; sounds shared between samples, repeated, and beside a picture."""
+    random, spec = np.random.default_rng(0), read_sound_processor(source)
+    segments: dict[Digest, Any] = {}
+    for key, samples in SOUNDS.items():
+        made = features_of(tone(samples, 200 + samples / 20), spec.config)
+        segments[Digest(key)] = {name: tensor.numpy() for name, tensor in made.items()}
+    pixels = random.integers(0, 256, (1, 64, 64, 3), np.uint8)
+    segments[Digest("a")] = segment(read_image_processor(source), pixels)
+    prompts: dict[str, list[int]] = {
+        key: [
+            *sound_brackets(source)[0],
+            *[sound_token_id(source)] * sound_tokens(spec.config, samples),
+            *sound_brackets(source)[1],
+        ]
+        for key, samples in SOUNDS.items()
+    }
+    patches = len(segments[Digest("a")]["pixel_values"])
+    before, after = picture_brackets(source)
+    prompts["a"] = [*before, *[image_token_id(source)] * (patches // 4), *after]
+    samples = []
+    for i, keys in enumerate(MEDIA):
+        prompt = [10 + i, *(token for key in keys for token in prompts[key])]
+        prompt += random.integers(0, 300, 3 + i).tolist()
+        reply = random.integers(0, 300, 4 + 2 * (i % 3)).tolist()
+        kinds = [MediaKind.IMAGE if key == "a" else MediaKind.AUDIO for key in keys]
+        samples.append(ith_sample(i, prompt, reply, list(zip(kinds, keys, strict=True))))
+    return StepBatch(samples, 0, segments)
+
+
+def plain_logprobs(model: Any, sample: TrainingSample, batch: StepBatch) -> Tensor:
+    """[response] logprobs by the whole forward of transformers: every reference through its encoder, sample by sample."""
+    ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
+    segments = [batch.segments[key] for key in sample.segment_keys]
+    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": False}
+    pictures = [one for one in segments if "pixel_values" in one]
+    for name in ("pixel_values", "image_grid_hw") if pictures else ():
+        arguments[name] = torch.from_numpy(np.concatenate([one[name] for one in pictures]))
+    sounds = [one for one in segments if "input_features" in one]
+    for name in ("input_features", "input_features_mask") if sounds else ():
+        pieces = [torch.from_numpy(one[name][0]) for one in sounds]
+        arguments[name] = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+    logits = model(input_ids=ids, **arguments).logits
+    start = len(sample.prompt_token_ids)
+    return token_logprobs(logits[:, start - 1 : -1], ids[:, start:], temperature=TEMPERATURE)[0]
+
+
+def weights_of(policy: AutoModelPolicy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.export()}
+
+
+def test_a_checkpoint_with_sounds_comes_back_bit_for_bit(policy: AutoModelPolicy, source: Path) -> None:
+    """Statistics of its norms too, which no step moves."""
+    stored, exported = load_file(source / "model.safetensors"), weights_of(policy)
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
+    still = set(stored) - policy.trainable_names()
+    assert {n.rpartition(".")[2] for n in still if "sound" in n} == {
+        "running_mean",
+        "running_var",
+        "fb",
+        "window",
+    }
+    assert policy.encoder_trains and "sound_projection.linear1.weight" in policy.trainable_names()
+
+
+def test_logprobs_of_sounds_equal_plain_transformers(policy: AutoModelPolicy, source: Path) -> None:
+    batch = batch_for(source)
+    with torch.no_grad():
+        expected = [plain_logprobs(policy._model, sample, batch) for sample in batch.samples]
+    policy._vision.references = policy._vision.encoded = 0
+    close_to(policy.logprobs(batch), expected, rtol=1e-5)
+    assert policy._vision.references == 9 and 4 <= policy._vision.encoded < 9
+
+
+def test_one_run_gives_the_naive_path_s_values_and_gradients(policy: AutoModelPolicy, source: Path) -> None:
+    """In float64, against every reference by itself."""
+    batch = batch_for(source)
+    weights = {name: p for name, p in policy._model.named_parameters() if p.requires_grad}
+    policy._model.double()
+    try:
+        with InDouble():
+            ours = torch.zeros((), dtype=torch.float64)
+            for micro in policy._collate(batch, range(len(batch.samples))):
+                ours = ours + (policy._forward(batch)(micro) * micro.token_mask[:, micro.first :]).sum()
+            torch.autograd.backward(ours)
+            gradients = {name: p.grad.clone() for name, p in weights.items() if p.grad is not None}
+            policy._model.zero_grad()
+            naive = torch.stack([plain_logprobs(policy._model, s, batch).sum() for s in batch.samples]).sum()
+            torch.autograd.backward(naive)
+        torch.testing.assert_close(ours, naive, rtol=1e-10, atol=0)
+        heard = [name for name in gradients if name.startswith(("audio_tower.", "embed_audio."))]
+        assert len(heard) > 50
+        for name, gradient in gradients.items():
+            expected = weights[name].grad
+            if expected is None:  # the projection of clips, of which there are none
+                assert not gradient.any() and "video_patch_projection" in name
+                continue
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-9 * scale + 1e-14)
+    finally:
+        policy._model.zero_grad()
+        policy._model.float()
+
+
+def test_a_frozen_encoder_of_sounds_hears_each_once_while_the_tower_trains(source: Path) -> None:
+    policy = opened(source, freeze=FROZEN)
+    try:
+        before, batch = weights_of(policy), batch_for(source)
+        first = policy.logprobs(batch)
+        again = policy.logprobs(batch)
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+        metrics = policy.train(batch)
+        assert policy.encoder_trains and metrics["media_cached"] > 0 < metrics["media_encoded"]
+        after = weights_of(policy)
+        moved = {name for name in after if not torch.equal(after[name], before[name])}
+        assert not any(name.startswith("sound_") for name in moved)
+        assert any(name.startswith("vision_model.") for name in moved)
+    finally:
+        policy.close()
+
+
+def test_places_that_are_not_a_sound_s_are_refused(policy: AutoModelPolicy, source: Path) -> None:
+    """As transformers would count: a token too many."""
+    batch = batch_for(source)
+    sample, token = batch.samples[0], sound_token_id(source)
+    sample.prompt_token_ids.insert(sample.prompt_token_ids.index(token), token)
+    with pytest.raises(OmnifleetError, match="14 sound tokens for 13") as caught:
+        policy._collate(batch, [0])
+    assert caught.value.reason is Reason.INVALID_REQUEST
+
+
+def test_saved_sounds_are_resumed(source: Path, tmp_path: Path) -> None:
+    batch = batch_for(source)
+    policy = opened(source)
+    try:
+        policy.train(batch)
+        policy.save(tmp_path / "saved")
+        expected, after = policy.train(batch), weights_of(policy)
+    finally:
+        policy.close()
+    resumed = opened(source)
+    try:
+        resumed.load(tmp_path / "saved")
+        assert resumed.train(batch)["loss"] == expected["loss"]
+        assert all(torch.equal(t, after[name]) for name, t in weights_of(resumed).items())
+    finally:
+        resumed.close()
