@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,6 +241,18 @@ def test_models_without_sounds_are_refused_at_start(tmp_path: Path, model: Path)
                 secret="",
             )
         assert refused.value.reason is Reason.UNSUPPORTED
+
+
+def test_an_encoder_in_float32_is_refused_before_it_ends_the_engine(model: Path, tmp_path: Path) -> None:
+    for file in model.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["dtype"] = "float32"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OmnifleetError, match="bfloat16 only") as refused:
+        media_of(tmp_path)
+    assert (refused.value.reason, refused.value.knob) == (Reason.UNSUPPORTED, "model.path")
+    assert not media_of(tmp_path, sounds=0).takes_sounds
 
 
 def test_a_picture_of_a_hearing_model_says_that_it_has_no_pieces_of_sound() -> None:

@@ -297,6 +297,7 @@ def _modalities(model: Path, architecture: str, engine: EngineConfig) -> dict[Me
         kinds[MediaKind.VIDEO] = Modality(spec, token, engine.videos_per_prompt, _KNOBS[MediaKind.VIDEO])
     if engine.sounds_per_prompt:
         _need_family(architecture, seams.LANGUAGE_IN_ENCODER, MediaKind.AUDIO, "sounds")
+        nemotron.check_sounds(read_config(model))
         spec, token = ProcessorSpec("ParakeetExtractor", read_sound_config(model)), sound_token_id(model)
         kinds[MediaKind.AUDIO] = Modality(
             spec, token, engine.sounds_per_prompt, _KNOBS[MediaKind.AUDIO], sound_brackets(model)

@@ -39,6 +39,21 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_sounds(config: Mapping[str, Any]) -> None:
+    """Raises UNSUPPORTED for a checkpoint whose encoder of sounds would end vLLM's engine at the first one.
+
+    vLLM gives it the type that the config says of the language model, and hands bfloat16 from its encoder to its projection.
+    """
+    text = config.get("text_config") or config.get("llm_config") or {}
+    given = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+    if given != "bfloat16":
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"config.json says {given} of its language model; vLLM computes sounds in bfloat16 only",
+            knob="model.path",
+        )
+
+
 def published_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """What vLLM reads under the checkpoint's own names, which transformers' config class has renamed: more `hf_overrides`.
 
