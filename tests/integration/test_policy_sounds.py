@@ -14,12 +14,13 @@ from torch import Tensor
 
 from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.sounds import sound_token_id
+from omnifleet.prompt import expand_placeholders
+from omnifleet.sounds import read_sound_config, sound_brackets, sound_token_id, sound_tokens
 from omnifleet_trainer.policy.automodel import AutoModelPolicy
 from omnifleet_trainer.policy.job import Job
 from omnifleet_trainer.tiny.hybrid import write_hybrid
 from tests.integration.family_world import close_to
-from tests.integration.hearing_world import FROZEN, batch_for, plain_logprobs
+from tests.integration.hearing_world import FROZEN, SOUNDS, batch_for, plain_logprobs
 from tests.integration.nemotron_world import TEMPERATURE, InDouble
 
 pytestmark = pytest.mark.heavy
@@ -101,6 +102,45 @@ def test_one_run_gives_the_naive_path_s_values_and_gradients(policy: AutoModelPo
     finally:
         policy._model.zero_grad()
         policy._model.float()
+
+
+def test_prompts_are_those_of_transformers_processor(source: Path) -> None:
+    """Two sounds and a question: its words around each, and its own count of their tokens."""
+    from transformers import AutoTokenizer, NemotronH_Omni_Reasoning_V3Processor
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    theirs = object.__new__(NemotronH_Omni_Reasoning_V3Processor)
+    for name, value in {
+        "tokenizer": tokenizer,
+        "image_token": "<image>",
+        "video_token": "<video>",
+        "audio_token": tokenizer.audio_token,
+        "audio_start_token": "<so_start>",
+        "audio_end_token": "<so_end>",
+        "audio_hop_length": 160,
+        "audio_subsampling_factor": 8,
+    }.items():
+        setattr(theirs, name, value)
+    lengths = list(SOUNDS.values())
+    parts = [*({"type": "audio"} for _ in lengths), {"type": "text", "text": "what is it?"}]
+    talk = [{"role": "user", "content": parts}]
+    counts = [theirs._estimate_audio_num_embeddings(samples) for samples in lengths]
+    words = [theirs.replace_audio_token({"num_tokens": counts}, i) for i in range(len(counts))]
+    (text,), _ = theirs.get_text_with_replacements(
+        [tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)],
+        images_replacements=[],
+        videos_replacements=[],
+        audio_replacements=words,
+    )
+    unexpanded = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    config = read_sound_config(source)
+    ours = expand_placeholders(
+        unexpanded,
+        sound_token_id(source),
+        [sound_tokens(config, samples) for samples in lengths],
+        sound_brackets(source),
+    )
+    assert ours == tokenizer(text)["input_ids"]
 
 
 def test_a_frozen_encoder_of_sounds_hears_each_once_while_the_tower_trains(source: Path) -> None:
