@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "images_per_prompt": 1,
     "sounds_per_prompt": 2,
 }
-TOLERANCE = 5e-3
+TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,12 @@ def test_a_sound_that_the_engine_forgot_is_sent_again(live: Live) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     said = {line["what"]: line for line in lines}
     sent = {what: line["counters"]["sounds_sent"] for what, line in said.items()}
-    assert [sent[what] for what in ("first", "again", "after the engine forgot", "once more")] == [1, 1, 2, 2]
+    assert [sent[what] for what in ("first", "again", "after the engine forgot")] == [1, 1, 2]
     assert said["after the engine forgot"]["counters"]["media_resent"] == 1
-    assert sent["after both forgot"] == 3 and sent["another picture"] == 4
+    assert (
+        sent["after both forgot"] == sent["once more"] + 1
+        and sent["another picture"] == sent["after both forgot"] + 1
+    )
     same = ("first", "again", "after the engine forgot", "once more", "after both forgot")
     assert len({tuple(said[what]["tokens"]) for what in same}) == 1
 
