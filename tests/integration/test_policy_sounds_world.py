@@ -97,11 +97,18 @@ def test_a_frozen_encoder_hears_each_sound_once_in_megatron_too(source: Path) ->
         policy.close()
 
 
-def test_bfloat16_in_megatron_is_near_float32(source: Path, alone: tuple[History, Path]) -> None:
-    """Within 0.05 of a logprob; the statistics of the encoder's norms stay float32."""
-    policy = opened(source, backend="megatron", dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("backend", "parallel"), [("megatron", None), ("automodel", {"dp": 2})], ids=["megatron", "automodel"]
+)
+def test_bfloat16_is_near_float32(
+    source: Path, alone: tuple[History, Path], backend: str, parallel: dict[str, Any] | None
+) -> None:
+    """Within 1 % of a logprob; the statistics of the encoder's norms stay float32."""
+    policy = opened(source, parallel, backend=backend, dtype="bfloat16")
     try:
-        close_to(policy.logprobs(batch_for(source)), alone[0].logprobs, rtol=0.01)
+        batch = batch_for(source)
+        close_to(policy.logprobs(batch), alone[0].logprobs, rtol=0.01)
+        assert policy.train(batch)["grad_norm"] == pytest.approx(alone[0].steps[0]["grad_norm"], rel=0.05)
         kinds = {t.dtype for name, t in policy.export() if "running_" in name}
         assert kinds == {torch.float32}
     finally:

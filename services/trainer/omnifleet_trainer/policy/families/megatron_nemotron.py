@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from omnifleet_trainer.batch.collate import MediaContract, MicroBatch
 from omnifleet_trainer.batch.samples import Segment
-from omnifleet_trainer.policy.families.nemotron import arranged, heard, joined, media_contract
+from omnifleet_trainer.policy.families.nemotron import (
+    arranged,
+    heard,
+    joined,
+    media_contract,
+    statistics_in_float32,
+)
 from omnifleet_trainer.policy.families.port import Layout
 from omnifleet_trainer.policy.families.qwen import scattered
 from omnifleet_trainer.policy.megatron_sequence import Division
@@ -38,9 +42,8 @@ class MegatronNemotron:
         model.pre_process = model.post_process = True  # one stage; Bridge's class does not say
         self._config = config
         self.contract: MediaContract | None = media_contract(config)
-        for norm in self._model.sound_model.modules() if self.contract.hears is not None else ():
-            if isinstance(norm, torch.nn.BatchNorm1d):
-                norm.forward = partial(_in_float32, norm)  # type: ignore[method-assign]
+        if self.contract.hears is not None:
+            statistics_in_float32(self._model.sound_model)
 
     @property
     def patch_values(self) -> int:
@@ -134,14 +137,6 @@ class MegatronNemotron:
         """[1, T, V] of the same arguments, packed, of the positions that reach the head."""
         embeds = packing.packed(arguments["decoder_input"].transpose(0, 1))
         return self.logits(_decoder(embeds) | {"packed_seq_params": packing.parameters()})
-
-
-def _in_float32(norm: torch.nn.BatchNorm1d, hidden: Tensor) -> Tensor:
-    """By its statistics, which stay float32 where weights are bfloat16; torch takes no such mixture."""
-    assert norm.weight is not None and norm.bias is not None
-    mean, variance = norm.running_mean, norm.running_var
-    weight, bias = norm.weight.to(mean), norm.bias.to(mean)
-    return F.batch_norm(hidden.to(mean), mean, variance, weight, bias, eps=norm.eps).to(hidden)
 
 
 def _decoder(embeds: Tensor) -> dict[str, Any]:

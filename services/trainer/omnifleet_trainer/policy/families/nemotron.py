@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from omnifleet.errors import invalid
@@ -51,6 +53,8 @@ class NemotronOmni(TextModel):
         self._frames, self._patch = config.video_temporal_patch_size, config.vision_config.patch_size
         self.contract = media_contract(config)
         scan_in_float32()
+        if self.contract.hears is not None:
+            statistics_in_float32(model.audio_tower)
         for module in model.modules():
             if type(module).__name__ == "NemotronHTopkRouter":
                 module.forward = _in_float32(module.forward)
@@ -158,6 +162,22 @@ def arranged(
             patches.append(np.pad(own, ((0, 0), (0, values - own.shape[1]))))
         grids.append((t if is_clip(segment) else _PICTURE, h, w))
     return np.concatenate(patches), np.array(grids, np.int64)
+
+
+def statistics_in_float32(encoder: torch.nn.Module) -> None:
+    """Have the encoder's batch norms compute in the type of their statistics, float32 also where weights are bfloat16; torch
+    takes no such mixture."""
+    for norm in encoder.modules():
+        if isinstance(norm, torch.nn.BatchNorm1d):
+            norm.forward = partial(_normed, norm)  # type: ignore[method-assign]
+
+
+def _normed(norm: torch.nn.BatchNorm1d, hidden: Tensor) -> Tensor:
+    mean, variance = norm.running_mean, norm.running_var
+    assert mean is not None and variance is not None
+    weight, bias = norm.weight.to(mean.dtype), norm.bias.to(mean.dtype)
+    made = F.batch_norm(hidden.to(mean.dtype), mean, variance, weight, bias, eps=norm.eps)
+    return made.to(hidden.dtype)
 
 
 def joined(hidden: Tensor, h: int, w: int, first: int, ratio: float) -> Tensor:
