@@ -14,21 +14,12 @@ import transformers
 from omnifleet.address import processor_fingerprint, segment_key
 from omnifleet.client.media import MediaClient, read_tensors
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet.processor import (
-    ImageProcessorSpec,
-    ProcessorSpec,
-    image_token_id,
-    read_image_processor,
-    read_sound_processor,
-)
-from omnifleet.sounds import sound_tokens
+from omnifleet.processor import ImageProcessorSpec, ProcessorSpec, image_token_id, read_image_processor
 from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet.vision_grid import nemotron_clip_grid, qwen2vl_grid
 from omnifleet.wire import media_pb2
-from omnifleet_media.segment.sound import features_of
 from tests.contract.media_world import png, running, served
 from tests.media_files import greys, h264
-from tests.sounds import sound_model, tone, wav
 
 CONFIG = {
     "patch_size": 14,
@@ -44,7 +35,6 @@ PROCESSORS = (
     "Qwen2VLImageProcessorPil",
     "Qwen2VLVideoProcessor",
     "NemotronH_Omni_Reasoning_V3VideoProcessor",
-    "ParakeetFeatureExtractor",
 )
 
 
@@ -54,13 +44,12 @@ async def service(tmp_path: Path) -> AsyncIterator[str]:
         yield made.grpc
 
 
-async def test_segments_of_the_service(service: str, tmp_path: Path) -> None:
+async def test_segments_of_the_service(service: str) -> None:
     """One service for all of it, since its processor process takes seconds to start."""
     async with MediaClient.open(service) as near, MediaClient.open(service, same_host=False) as far:
         await is_what_transformers_makes(near)
         await is_made_once(near, far)
         await is_the_same_for_clips(near, far)
-        await is_the_same_for_sounds(near, far, read_sound_processor(sound_model(tmp_path)))
         await is_refused_in_words(near)
 
 
@@ -139,30 +128,6 @@ async def is_the_same_for_clips(near: MediaClient, far: MediaClient) -> None:
         with pytest.raises(OmnifleetError, match="takes media of kind") as caught:
             await near.segment(asked, spec, "run")
         assert caught.value.reason is Reason.UNSUPPORTED
-
-
-async def is_the_same_for_sounds(near: MediaClient, far: MediaClient, spec: ProcessorSpec) -> None:
-    """Made once per (track, processor), as the engine counts its tokens; a track at another rate is refused."""
-    reply = await near.put(wav(tone(20_000)), "run", kind=MediaKind.AUDIO)
-    ref = MediaRef(MediaKind.AUDIO, Digest(reply.ref.digest))
-    before = (await near.status()).counters["segments_computed"]
-    mapped, streamed = [await client.segment(ref, spec, "run") for client in (near, far)]
-    assert (await near.status()).counters["segments_computed"] - before == 1
-    expected = features_of(np.array(await near.track(ref)), spec.config)
-    for segment in (mapped, streamed):
-        for name, tensor in expected.items():
-            assert (segment.tensors[name] == tensor.numpy()).all()
-        assert segment.grid == expected["input_features"].shape == (1, 126, 32)
-        assert segment.token_count == sound_tokens(spec.config, 20_000) == 16 and segment.times_s == ()
-    contract = media_pb2.DecodeContract(sampling="audio@1", sample_rate=8000)
-    slow = await near.put(wav(tone(20_000)), "run", kind=MediaKind.AUDIO, contract=contract)
-    for asked, reason in (
-        (MediaRef(MediaKind.AUDIO, Digest(slow.ref.digest)), Reason.INVALID_REQUEST),
-        (await near.put_image(png(), "run"), Reason.UNSUPPORTED),
-    ):
-        with pytest.raises(OmnifleetError) as caught:
-            await near.segment(asked, spec, "run")
-        assert caught.value.reason is reason
 
 
 async def is_refused_in_words(client: MediaClient) -> None:
