@@ -11,6 +11,7 @@ from typing import Any
 from omnifleet.address import canonical_json
 from omnifleet.errors import OmnifleetError, Reason, invalid
 from omnifleet.prompt import NO_BRACKETS, Brackets
+from omnifleet.sounds import read_sound_config
 
 _NOT_SEMANTIC = frozenset(
     {
@@ -31,6 +32,18 @@ _SAMPLING = frozenset(
 )
 _IMAGE_PLACEHOLDERS = ("image_token_id", "image_token_index", "img_context_token_id")
 _VIDEO_PLACEHOLDERS = ("video_token_id", "video_token_index", "video_context_token_id")
+SOUND_PROCESSOR = "ParakeetFeatureExtractor"
+"""Class of what makes mel features of sounds, by transformers' name."""
+_SOUND_SETTINGS: dict[str, int | float] = {
+    "hop_length": 160,
+    "n_fft": 512,
+    "win_length": 400,
+    "preemphasis": 0.97,
+    "subsampling_factor": 8,
+    "subsampling_conv_kernel_size": 3,
+    "subsampling_conv_stride": 2,
+}
+"""The engine's, where a checkpoint says nothing."""
 _CLIPS_OF = {
     "Qwen2VLImageProcessor": "Qwen2VLVideoProcessor",
     "Qwen2VLImageProcessorPil": "Qwen2VLVideoProcessor",
@@ -126,6 +139,14 @@ def read_video_processor(
             f"{model_dir}: the video processor has no video_processor_type", reason=Reason.INVALID_CONFIG
         )
     return _changed(ProcessorSpec(class_name, _of_clips(body)), changes or {})
+
+
+def read_sound_processor(model_dir: Path) -> ProcessorSpec:
+    """What makes mel features of sounds, by the encoder of sounds in config.json. Raises as `read_sound_config`."""
+    encoder = read_sound_config(model_dir)
+    settings = {name: encoder.get(name, value) for name, value in _SOUND_SETTINGS.items()}
+    sizes = {"feature_size": encoder["num_mel_bins"], "sampling_rate": encoder["sampling_rate"]}
+    return ProcessorSpec(SOUND_PROCESSOR, settings | sizes)
 
 
 def image_token_id(model_dir: Path) -> int:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from omnifleet.config.base import StrictModel
 
-UNTAUGHT = ("nemotron_omni", "nemotron_omni_moe")
+UNTAUGHT = ("nemotron_omni", "nemotron_omni_moe", "nemotron_omni_sound")
 """Families of tiny models that no lesson exists for."""
 
 
@@ -17,9 +17,11 @@ class ModelConfig(StrictModel):
 
     path: str
     """Hugging Face folder, or `tiny`: the small model that `omnifleet tiny-model` makes."""
-    family: Literal["qwen2_vl", "qwen2_5_vl", "nemotron_omni", "nemotron_omni_moe"] | None = None
-    """Of the tiny model; default: qwen2_vl, and qwen2_5_vl for the megatron backend, which has no Qwen2-VL. The last two have
-    random weights: no lessons exist for them. A folder says its own."""
+    family: (
+        Literal["qwen2_vl", "qwen2_5_vl", "nemotron_omni", "nemotron_omni_moe", "nemotron_omni_sound"] | None
+    ) = None
+    """Of the tiny model; default: qwen2_vl, and qwen2_5_vl for the megatron backend, which has no Qwen2-VL. Those of
+    Nemotron Omni have random weights: no lessons exist for them. A folder says its own."""
     freeze: tuple[str, ...] = ()
     """Glob patterns over parameter names that stay fixed; a pattern that matches nothing is an error."""
     trust_remote_code: bool = False

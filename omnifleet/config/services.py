@@ -107,6 +107,7 @@ class MediaConfig(StrictModel):
         "Qwen2VLVideoProcessor",
         "NemotronH_Omni_Reasoning_V3ImageProcessor",
         "NemotronH_Omni_Reasoning_V3VideoProcessor",
+        "ParakeetFeatureExtractor",
     )
     """Processor classes that segments may be made with."""
     limits: MediaLimits = MediaLimits()
@@ -283,6 +284,8 @@ class EngineConfig(StrictModel):
     """Most pictures in one prompt."""
     videos_per_prompt: int = Field(0, ge=0)
     """Most clips in one prompt."""
+    sounds_per_prompt: int = Field(0, ge=0)
+    """Most sounds in one prompt, for models that take them."""
     video_frames: int | None = Field(None, gt=0)
     """Frames of the longest clip, for vLLM's estimate of memory; default: vLLM's."""
     clips: dict[str, bool | int | float] = Field(default_factory=dict)

@@ -57,6 +57,7 @@ WORDS: dict[str, tuple[str, Unit]] = {
     "tokens_generated": ("tokens generated", Unit.COUNT),
     "pictures_sent": ("pictures given to the engine", Unit.COUNT),
     "clips_sent": ("clips given to the engine", Unit.COUNT),
+    "sounds_sent": ("sounds given to the engine", Unit.COUNT),
     "media_resent": ("of them again", Unit.COUNT),
     "encoder_items": ("runs of the vision encoder", Unit.COUNT),
     "refits": ("refits", Unit.COUNT),

@@ -12,6 +12,8 @@ from omnifleet.types import Digest, LogprobsMode, MediaKind, MediaRef, Sampling
 from omnifleet_rollout.engine.port import EngineRequest
 from omnifleet_rollout.engine.vllm_engine import VllmEngine
 
+_EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
+
 
 class Asked:
     """One engine and its requests."""
@@ -41,17 +43,19 @@ class Asked:
         print(json.dumps(line), flush=True)
 
 
-async def main(model: str, media: str, secret: str, image: int, digests: list[str], settings: str) -> None:
+async def main(
+    model: str, media: str, secret: str, kind: str, mark: int, digests: list[str], settings: str
+) -> None:
     async def find_media() -> str:
         return media
 
     engine_config = EngineConfig(**json.loads(settings), media_tokens="ban")
     config = RolloutConfig(engine=engine_config, logprobs_mode=LogprobsMode.RAW)
     engine = VllmEngine(Path(model), config, find_media=find_media, secret=secret)
-    first, second = (MediaRef(MediaKind.IMAGE, Digest(digest)) for digest in digests)
+    first, second = (MediaRef(MediaKind(kind), Digest(digest)) for digest in digests)
     await engine.start()
     try:
-        ask = Asked(engine, [40, image, 41, 42, 43, 44])
+        ask = Asked(engine, [40, mark, 41, 42, 43, 44])
         greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
         await ask("first", [first], **greedy)
         await ask("again", [first], **greedy)
@@ -66,13 +70,13 @@ async def main(model: str, media: str, secret: str, image: int, digests: list[st
         await ask("after both forgot", [first], **greedy)
         await ask("another picture", [second], **greedy)
         await ask("raw", [], temperature=0.6, max_tokens=12, seed=3, ignore_eos=True)
-        vocabulary = next(t.shape[0] for t in engine.facts.tensors if "embed_tokens" in t.name)
-        others = tuple(token for token in range(vocabulary) if token not in (image, 50))
+        vocabulary = next(t.shape[0] for t in engine.facts.tensors if t.name.endswith(_EMBEDDINGS))
+        others = tuple(token for token in range(vocabulary) if token not in (mark, 50))
         await ask("banned", [], max_tokens=3, ignore_eos=True, banned_token_ids=others)
     finally:
         await engine.shutdown()
 
 
 if __name__ == "__main__":
-    model, media, secret, image, first, second, settings = sys.argv[1:]
-    asyncio.run(main(model, media, secret, int(image), [first, second], settings))
+    model, media, secret, kind, mark, first, second, settings = sys.argv[1:]
+    asyncio.run(main(model, media, secret, kind, int(mark), [first, second], settings))

@@ -137,7 +137,7 @@ def write_transfer(
     *,
     encoder_changed: bool = True,
 ) -> refit_pb2.Manifest:
-    """One bucket with the changed tensors, float32."""
+    """One bucket with the changed tensors, float32 or whole numbers."""
     manifest = refit_pb2.Manifest(
         version=version_to_wire(version),
         parent=version_to_wire(parent),
@@ -146,10 +146,11 @@ def write_transfer(
     )
     data = bytearray()
     for name, tensor in weights.items():
+        dtype = "F32" if tensor.is_floating_point() else "I64"
         entry = manifest.tensors.add(
-            name=name, dtype="F32", shape=list(tensor.shape), changed=name in changed
+            name=name, dtype=dtype, shape=list(tensor.shape), changed=name in changed
         )
-        entry.bytes = 4 * tensor.numel()
+        entry.bytes = tensor.numel() * tensor.element_size()
         if entry.changed:
             entry.offset = len(data)
             raw = tensor.contiguous().numpy().tobytes()

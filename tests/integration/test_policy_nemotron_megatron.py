@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
 from omnifleet.errors import OmnifleetError, Reason
@@ -166,24 +166,3 @@ def test_another_size_of_places_is_refused(source: Path, tmp_path: Path) -> None
     with pytest.raises(OmnifleetError, match="2048 pixels") as refused:
         opened(MegatronPolicy, tmp_path / "model")
     assert refused.value.reason is Reason.UNSUPPORTED
-
-
-def test_a_sound_branch_is_handed_on_as_it_is(source: Path, tmp_path: Path) -> None:
-    """As published checkpoints have one: it trains on nothing, and leaves bit for bit."""
-    folder = tmp_path / "model"
-    shutil.copytree(source, folder)
-    body = json.loads((folder / "config.json").read_text())
-    sound = {"model_type": "parakeet", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    (folder / "config.json").write_text(json.dumps(body | {"sound_config": sound | {"intermediate_size": 8}}))
-    branch = {"sound_encoder.encoder.layers.0.norm_out.weight": torch.rand(8)}
-    branch["sound_projection.linear1.weight"] = torch.rand(4, 8)
-    weights = load_file(folder / "model.safetensors") | branch
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    policy = opened(MegatronPolicy, folder, freeze=("sound_encoder.*",))
-    try:
-        policy.train(batch_for(folder))
-        sent = weights_of(policy)
-        assert sent.keys() == weights.keys() and not policy.trainable_names() & branch.keys()
-        assert all(torch.equal(sent[name], tensor) for name, tensor in branch.items())
-    finally:
-        policy.close()

@@ -52,7 +52,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "tests.integration.engine_child", str(model), media),
-                *(live.secret(Scope.SERVICE), str(image_token_id(model))),
+                *(live.secret(Scope.SERVICE), "image", str(image_token_id(model))),
                 *(ref.digest for ref in refs),
                 json.dumps(ENGINE),
             ],

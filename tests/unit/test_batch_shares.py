@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -53,22 +54,31 @@ def test_few_groups_are_dealt_sample_by_sample() -> None:
 
 
 def test_a_shard_holds_one_copy_of_each_medium_of_its_own_rows() -> None:
-    """Pictures `a` and `b`, and a clip `v` that rows of either shard refer to."""
-    segments = {Digest(key): {"pixel_values": np.zeros((4, 2), np.float32)} for key in "ab"}
+    """Pictures `a` and `b`, a clip `v` and a sound `s` that rows of either shard refer to."""
+    segments: dict[Digest, Any] = {
+        Digest(key): {"pixel_values": np.zeros((4, 2), np.float32)} for key in "ab"
+    }
     clip = {
         "pixel_values_videos": np.ones((4096, 2), np.float32),
         "video_grid_thw": np.array([[16, 16, 16]]),
     }
     segments[Digest("v")] = clip
-    media = ("av", "v", "av", "a", "b", "bv", "b", "v")
+    sound = {
+        "input_features": np.ones((1, 4096, 128), np.float32),
+        "input_features_mask": np.ones((1, 4096), np.bool_),
+    }
+    segments[Digest("s")] = sound
+    media = ("avs", "vs", "av", "as", "b", "bvs", "bs", "v")
     batch = StepBatch([sample(f"{i}", f"g{i}", media=keys) for i, keys in enumerate(media)], 0, segments)
     (first, second, third) = (shard(batch, rows) for rows in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 4, 6]))
-    assert set(first.segments) == {Digest("a"), Digest("v")}
-    assert set(second.segments) == {Digest("b"), Digest("v")}
-    assert set(third.segments) == {Digest("a"), Digest("b")}
+    assert set(first.segments) == {Digest("a"), Digest("v"), Digest("s")}
+    assert set(second.segments) == {Digest("b"), Digest("v"), Digest("s")}
+    assert set(third.segments) == {Digest("a"), Digest("b"), Digest("s")}
     assert len(first.samples) == 8 and first.segments[Digest("v")] is clip
-    pixels = clip["pixel_values_videos"].nbytes
-    assert len(encode(third)) < pixels < len(encode(first)) < 2 * pixels
+    once = sound["input_features"].nbytes
+    assert once < len(encode(third)) < len(encode(first)) < 2 * once
+    for name, array in decode(encode(first)).segments[Digest("s")].items():
+        assert array.dtype == sound[name].dtype and np.array_equal(array, sound[name])
 
 
 def test_updates_cover_the_step() -> None:

@@ -94,10 +94,10 @@ class FakeShelf:
         return Lease("lease", owner, run, 0)
 
 
-def renderer(clips: ImageProcessorSpec | None = None) -> Renderer:
+def renderer(clips: ImageProcessorSpec | None = None, sounds: ImageProcessorSpec | None = None) -> Renderer:
     spec = ImageProcessorSpec("Fake", {})
     settings: dict[str, Any] = {"placeholder": IMAGE, "run": "run", "max_prompt_tokens": 100}
-    return Renderer(FakeTemplate(), FakePictures(), spec, clips=clips, **settings)
+    return Renderer(FakeTemplate(), FakePictures(), spec, clips=clips, sounds=sounds, **settings)
 
 
 def player(
@@ -118,6 +118,7 @@ def player(
         lease_s=60.0,
         max_tokens=max_tokens,
         clips=media_pb2.DecodeContract(sampling="uniform@1"),
+        sounds=media_pb2.DecodeContract(sampling="audio@1", sample_rate=16_000),
     )
 
 
@@ -218,6 +219,16 @@ async def test_clips_of_a_row_are_placed_under_the_runs_contract_and_sounds_refu
         with pytest.raises(OmnifleetError, match="trained on no") as caught:
             await ask(player(FakeStage(lambda _: Scored(1.0))), wrong)
         assert caught.value.reason is Reason.UNSUPPORTED
+
+
+async def test_sounds_of_a_row_are_placed_where_the_model_hears() -> None:
+    """A row of avqa: its sound comes as a data URL, and is decoded at the rate of the model."""
+    stage, shelf = FakeStage(lambda _: Scored(1.0)), FakeShelf()
+    row = replace(ROW, images=(), sounds=("data:audio/wav;base64,AA==", "media://" + "d" * 64))
+    await ask(player(stage, shelf, sounds=ImageProcessorSpec("FakeSounds", {})), row)
+    assert [ref.kind for ref in stage.orders[0].task.media] == [MediaKind.AUDIO] * 2
+    ((url, contract),) = shelf.contracts
+    assert url == row.sounds[0] and (contract.sampling, contract.sample_rate) == ("audio@1", 16_000)
 
 
 async def test_the_batch_has_masks_versions_and_media_of_each_episode_after_the_ledger(

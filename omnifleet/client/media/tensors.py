@@ -13,7 +13,7 @@ from omnifleet.errors import OmnifleetError, Reason
 
 Tensors = dict[str, npt.NDArray[Any]]
 
-_DTYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "|u1"}
+_DTYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}
 
 
 def read_tensors(buffer: memoryview) -> Tensors:

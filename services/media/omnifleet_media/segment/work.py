@@ -1,4 +1,4 @@
-"""Runs one processor of transformers on canonical pixels. Runs in a processor process (role "segments")."""
+"""Runs one processor on canonical pixels, or on a canonical track. Runs in a processor process (role "segments")."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.processor import SOUND_PROCESSOR
+from omnifleet.sounds import sound_tokens
+from omnifleet.types import MediaKind
 from omnifleet_media.sandbox.frames import Header, Room
+from omnifleet_media.segment.sound import features_of
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -36,9 +40,18 @@ def takes_clips(class_name: str) -> bool:
     return class_name.endswith("VideoProcessor")
 
 
+def kind_of(class_name: str) -> MediaKind:
+    """What a processor takes."""
+    if class_name == SOUND_PROCESSOR:
+        return MediaKind.AUDIO
+    return MediaKind.VIDEO if takes_clips(class_name) else MediaKind.IMAGE
+
+
 def work(header: Header, body: bytearray, room: Room) -> tuple[Header, Sequence[bytes]]:
-    """header: class_name, config, config_json, shape [F, H, W, 3] (F = 1 for pictures). Answers token_count, grid and
-    a safetensors file."""
+    """header: class_name, config, config_json, shape [F, H, W, 3] (F = 1 for pictures), of a track [samples, rate]. Answers
+    token_count, grid (of a track pieces, frames, bands) and a safetensors file."""
+    if header["class_name"] == SOUND_PROCESSOR:
+        return _heard(np.frombuffer(body, "<f4"), int(header["shape"][1]), header["config"])
     frames = np.frombuffer(body, np.uint8).reshape(header["shape"])
     class_name = header["class_name"]
     processor = _processor(class_name, header["config_json"], header["config"])
@@ -49,6 +62,23 @@ def work(header: Header, body: bytearray, room: Room) -> tuple[Header, Sequence[
         height, width = frames.shape[1:3]
         raise invalid(f"{class_name} refuses {width} x {height} pixels: {error}") from error
     return _packed(processor, output, class_name, header["config"])
+
+
+def _heard(
+    samples: npt.NDArray[np.float32], rate: int, config: Mapping[str, Any]
+) -> tuple[Header, Sequence[bytes]]:
+    from safetensors.torch import save
+
+    try:
+        if rate != config["sampling_rate"]:
+            raise invalid(
+                f"the track has {rate} samples a second, the model hears {config['sampling_rate']}",
+                knob="contract.sample_rate",
+            )
+        tensors, count = features_of(samples, config), sound_tokens(config, len(samples))
+    except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError) as error:
+        raise invalid(f"{SOUND_PROCESSOR} refuses {len(samples)} samples: {error!r}") from error
+    return {"token_count": count, "grid": list(tensors["input_features"].shape)}, [save(tensors)]
 
 
 def _run(processor: Any, frames: Pixels, *, clip: bool) -> Any:

@@ -13,14 +13,15 @@ from omnifleet.types import Digest, MediaKind, MediaRef
 from omnifleet_media.address.manifest import MediaObject
 from omnifleet_media.index.port import Kind, SegmentRecord, Unit
 from omnifleet_media.sandbox.pool import ProcessPool
+from omnifleet_media.segment.work import kind_of
 from omnifleet_media.segment.work import library as segment_library
-from omnifleet_media.segment.work import takes_clips
 from omnifleet_media.server.blobs import record_blob, segment_blob
 from omnifleet_media.server.flights import Flights
 from omnifleet_media.server.retention import now_ms
 from omnifleet_media.server.shelf import Shelf
 
 _CONFIG_BYTES = 64 << 10
+_SAMPLING = {MediaKind.IMAGE: "still", MediaKind.VIDEO: "sampled", MediaKind.AUDIO: "track"}
 
 
 class Segments:
@@ -57,7 +58,7 @@ class Segments:
             )
         config = _parse_config(config_json)
         # The frames of a clip are chosen by its decode contract, before any processor sees them.
-        sampling = "sampled" if takes_clips(class_name) else "still"
+        sampling = _SAMPLING[kind_of(class_name)]
         fingerprint = processor_fingerprint(class_name, config, segment_library(), sampling)
         if claimed and claimed != fingerprint:
             raise OmnifleetError(
@@ -88,12 +89,14 @@ class Segments:
         self, media: Digest, key: Digest, fingerprint: Digest, work: Mapping[str, object]
     ) -> SegmentRecord:
         item = await self._shelf.read(media)
-        wanted = MediaKind.VIDEO if takes_clips(str(work["class_name"])) else MediaKind.IMAGE
+        wanted = kind_of(str(work["class_name"]))
         if item.kind is not wanted:
             raise OmnifleetError(
                 Reason.UNSUPPORTED, f"{work['class_name']} takes media of kind {wanted}, not {item.kind}"
             )
         shape = [len(item.frames), item.height, item.width, 3]
+        if wanted is MediaKind.AUDIO:
+            shape = [item.width, item.height]
         answer, body = await self._processors.call({**work, "shape": shape}, await self._joined(item))
         self._shelf.counters.add("segments_computed")
         content = await asyncio.to_thread(digest_bytes, body, "tensors")

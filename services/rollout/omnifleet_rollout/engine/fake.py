@@ -70,7 +70,8 @@ class FakeEngine:
     """Implements `Engine`, which says what each method does. `token_s`: seconds a token; 0 still yields to the loop before each.
 
     stop_after: position of the EOS token; None = run to max_tokens. fail_commit: the next commit breaks half-way.
-    image_token, video_token, count_features: placeholders and how many positions an item takes, as a real checkpoint says.
+    image_token, video_token, audio_token, count_features: placeholders and how many positions an item takes, as a real checkpoint
+    says; without an audio_token it takes no sounds.
     experts: of a mixture that it plays; then replies carry routed experts. masks: replies carry sampling masks.
     """
 
@@ -85,6 +86,7 @@ class FakeEngine:
         table: Sequence[refit_pb2.TensorSpec] | None = None,
         image_token: int = IMAGE_TOKEN,
         video_token: int | None = None,
+        audio_token: int | None = None,
         experts: int = 0,
         masks: bool = False,
         count_features: Callable[[MediaRef, str], Awaitable[int]] | None = None,
@@ -95,6 +97,8 @@ class FakeEngine:
             MediaKind.IMAGE: image_token,
             MediaKind.VIDEO: image_token if video_token is None else video_token,
         }
+        if audio_token is not None:
+            self._placeholders[MediaKind.AUDIO] = audio_token
         self._count_features = count_features or _four_features
         self._experts, self._masks = experts, masks
         self._facts = EngineFacts(
@@ -149,7 +153,8 @@ class FakeEngine:
 
     def _placeholder(self, ref: MediaRef) -> int:
         if ref.kind not in self._placeholders:
-            raise OmnifleetError(Reason.UNSUPPORTED, f"the fake engine takes no {ref.kind}")
+            knob = "rollout.engine.sounds_per_prompt" if ref.kind is MediaKind.AUDIO else "rollout.engine"
+            raise OmnifleetError(Reason.UNSUPPORTED, f"the fake engine takes no {ref.kind}", knob=knob)
         return self._placeholders[ref.kind]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:

@@ -84,7 +84,7 @@ class VllmEngine:
             raise OmnifleetError(
                 Reason.ENGINE_ERROR, f"vLLM could not load {self._model}: {error}", knob="rollout.engine"
             ) from error
-        seams.check_front(self._llm, media=self._media.takes_any)
+        seams.check_front(self._llm, media=self._media.takes_any, sounds=self._media.takes_sounds)
         self._generation = Generation(self._llm, self._media, self._config.engine, self._compat)
         ranks = await self._rpc_all("omni_ready")
         self._doors = [str(rank["door"]) for rank in ranks]

@@ -13,6 +13,7 @@ from omnifleet.config.services import EngineConfig, RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine.checkpoint import read_config
 from omnifleet_rollout.engine.vllm_compat import Compatibility, extra_outputs
+from omnifleet_rollout.engine.vllm_nemotron import published_names
 from omnifleet_rollout.quiet import quiet_libraries
 
 EXTENSION = "omnifleet_rollout.engine.extension.OmnifleetExtension"
@@ -67,7 +68,7 @@ def launch(
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager,
         enable_prefix_caching=engine.enable_prefix_caching,
-        limit_mm_per_prompt={"image": engine.images_per_prompt, "video": _clips(engine)},
+        limit_mm_per_prompt=_limits(engine, read_config(model)),
         mm_processor_cache_gb=engine.processor_cache_gb,
         use_tqdm_on_load=False,
         logprobs_mode=f"{config.logprobs_mode}_logprobs",
@@ -78,7 +79,7 @@ def launch(
         **_pixels_as_given(AsyncEngineArgs),
         **extras,
         **({"enable_sleep_mode": True} if config.sleep_level and not current_platform.is_cpu() else {}),
-        **_asked(engine.arguments, AsyncEngineArgs, cpu=current_platform.is_cpu()),
+        **_asked(_with_names(engine, read_config(model)), AsyncEngineArgs, cpu=current_platform.is_cpu()),
     )
     if current_platform.is_cpu():
         # No thread pool before the fork: the child could not use it. The front end does no arithmetic of weight.
@@ -102,6 +103,21 @@ def _pixels_as_given(engine_args: Any) -> dict[str, bool]:
         if "mm_device_do_normalize" in engine_args.__dataclass_fields__
         else {}
     )
+
+
+def _with_names(engine: EngineConfig, model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The recipe's arguments, and what vLLM must be told about a family's config."""
+    names = published_names(model)
+    if not names:
+        return engine.arguments
+    return {**engine.arguments, "hf_overrides": names | (engine.arguments.get("hf_overrides") or {})}
+
+
+def _limits(engine: EngineConfig, model: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's limits of media in a prompt; of sounds where the model has an encoder of them."""
+    hears = model.get("sound_config") or model.get("audio_config")
+    sounds = {"audio": engine.sounds_per_prompt} if hears else {}
+    return {"image": engine.images_per_prompt, "video": _clips(engine), **sounds}
 
 
 def _clips(engine: EngineConfig) -> int | dict[str, int]:

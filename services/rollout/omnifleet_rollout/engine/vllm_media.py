@@ -18,7 +18,7 @@ How vLLM tells that it lacks a picture, and what becomes of each sign here:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,12 +35,14 @@ from omnifleet.processor import (
     read_video_processor,
     video_token_id,
 )
-from omnifleet.prompt import lay_out
+from omnifleet.prompt import Brackets, lay_out
+from omnifleet.sounds import read_sound_config, sound_brackets, sound_token_id
 from omnifleet.types import MediaKind, MediaRef
 from omnifleet_rollout.engine import vllm_nemotron as nemotron
 from omnifleet_rollout.engine import vllm_seams as seams
 from omnifleet_rollout.engine.checkpoint import read_config
 from omnifleet_rollout.engine.port import EnginePrompt
+from omnifleet_rollout.engine.vllm_sounds import Sounds
 
 CLIPS = (
     frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
@@ -48,15 +50,30 @@ CLIPS = (
 )
 """Architectures whose clips we can place: one run of equal placeholders, or Nemotron's."""
 
+_KNOBS = {
+    MediaKind.IMAGE: "rollout.engine.images_per_prompt",
+    MediaKind.VIDEO: "rollout.engine.videos_per_prompt",
+    MediaKind.AUDIO: "rollout.engine.sounds_per_prompt",
+}
+_SENT = {
+    MediaKind.IMAGE: "pictures_sent",
+    MediaKind.VIDEO: "clips_sent",
+    MediaKind.AUDIO: "sounds_sent",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Modality:
-    """How a model takes one kind of media. token: its placeholder. limit: most items in one prompt."""
+    """How a model takes one kind of media. token: its placeholder. limit: most items in one prompt.
+
+    brackets: tokens around each item's features, if they are not those of pictures.
+    """
 
     spec: ProcessorSpec
     token: int
     limit: int
     knob: str
+    brackets: Brackets | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +106,7 @@ class PromptMedia:
         self._kinds = _modalities(model, architecture, engine)
         self._brackets = picture_brackets(model)
         self._nemotron = architecture in seams.LANGUAGE_IN_ENCODER
+        self._sounds = _sounds(model, self._kinds, engine)
         self._model, self._dtype = model, engine.dtype
         self._tokenizer: Any = None
         self.tokens = _placeholders(model)
@@ -96,12 +114,17 @@ class PromptMedia:
         self._client: MediaClient | None = None
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
-        self.counters: dict[str, float] = {"pictures_sent": 0.0, "clips_sent": 0.0, "media_resent": 0.0}
+        self.counters: dict[str, float] = dict.fromkeys([*_SENT.values(), "media_resent"], 0.0)
 
     @property
     def takes_any(self) -> bool:
         """Whether the model takes media at all."""
         return bool(self._kinds)
+
+    @property
+    def takes_sounds(self) -> bool:
+        """Whether prompts may have sounds."""
+        return self._sounds is not None
 
     async def prepare(self, token_ids: Sequence[int], media: Sequence[MediaRef], run: str) -> EnginePrompt:
         """Expand placeholders and find the media. See `Engine.prepare`."""
@@ -123,9 +146,10 @@ class PromptMedia:
     def _lay_out(
         self, token_ids: Sequence[int], media: Sequence[MediaRef], segments: Sequence[Segment]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Expanded ids and (offset, length) of each item. A Nemotron clip has words of its own between its features."""
+        """Expanded ids and (offset, length) of each item. A Nemotron clip has words of its own between its features, a sound
+        other tokens around them than a picture."""
         wanted = [(self._kinds[r.kind].token, s.token_count) for r, s in zip(media, segments, strict=True)]
-        if not (self._nemotron and any(ref.kind is MediaKind.VIDEO for ref in media)):
+        if not (self._nemotron and any(ref.kind is not MediaKind.IMAGE for ref in media)):
             return lay_out(token_ids, wanted, self.tokens, self._brackets)
         lay_out(token_ids, wanted, self.tokens)  # the same refusals
         ids: list[int] = []
@@ -143,7 +167,7 @@ class PromptMedia:
         """What stands for one item in a Nemotron prompt, and which part of it the encoder embeds: first, length."""
         token = self._kinds[ref.kind].token
         if ref.kind is not MediaKind.VIDEO:
-            before, after = self._brackets
+            before, after = self._kinds[ref.kind].brackets or self._brackets
             return [*before, *[token] * segment.token_count, *after], len(before), segment.token_count
         ids = nemotron.clip_ids(
             segment.times_s,
@@ -167,9 +191,8 @@ class PromptMedia:
         for kind in {ref.kind for ref in media}:
             modality = self._kinds.get(kind)
             if modality is None:
-                knob = "rollout.engine.videos_per_prompt" if kind is MediaKind.VIDEO else "rollout.engine"
                 message = f"{self._architecture} takes no {kind} here"
-                raise OmnifleetError(Reason.UNSUPPORTED, message, knob=knob)
+                raise OmnifleetError(Reason.UNSUPPORTED, message, knob=_KNOBS[kind])
             count = sum(ref.kind is kind for ref in media)
             if count > modality.limit:
                 message = f"{count} {kind} items in one prompt, at most {modality.limit} are allowed"
@@ -177,6 +200,8 @@ class PromptMedia:
 
     async def _segment(self, ref: MediaRef, run: str) -> Segment:
         media = await self._media()
+        if ref.kind is MediaKind.AUDIO and self._sounds is not None:
+            return await self._sounds.segment(media, ref)
         segment = await media.segment(ref, self._kinds[ref.kind].spec, run)
         if self._nemotron and ref.kind is MediaKind.VIDEO:
             # Its prompt names the time of every frame, not only of the first of each temporal patch.
@@ -192,6 +217,8 @@ class PromptMedia:
 
     async def close(self) -> None:
         """Disconnect. Idempotent."""
+        if self._sounds is not None:
+            await self._sounds.close()
         await self._stack.aclose()
 
     # ------------------------------------------------------------------ into vLLM
@@ -225,7 +252,7 @@ class PromptMedia:
 
     def _data(self, llm: Any, item: Item, send: bool) -> Any:
         def make() -> Any:
-            self.counters["clips_sent" if item.kind is MediaKind.VIDEO else "pictures_sent"] += 1
+            self.counters[_SENT[item.kind]] += 1
             inputs = self._nemotron_inputs(item) if self._nemotron else _tensors(item)
             return seams.media_item(llm, inputs, str(item.kind))
 
@@ -235,6 +262,8 @@ class PromptMedia:
         import torch
 
         segment, dtype = item.segment, getattr(torch, self._dtype)
+        if item.kind is MediaKind.AUDIO:
+            return nemotron.sound_inputs(segment.tensors)
         if item.kind is MediaKind.VIDEO:
             return nemotron.clip_inputs(segment.tensors, segment.times_s, dtype)
         return nemotron.picture_inputs(segment.tensors, segment.token_count, dtype)
@@ -255,32 +284,40 @@ def _tensors(item: Item) -> dict[str, Any]:
 
 
 def _modalities(model: Path, architecture: str, engine: EngineConfig) -> dict[MediaKind, Modality]:
-    """What the checkpoint takes and the settings allow. Raises UNSUPPORTED for clips of a model whose clips we cannot place."""
+    """What the checkpoint takes and the settings allow. Raises UNSUPPORTED for a wish that we cannot fulfil."""
     kinds = {}
     if architecture in seams.LANGUAGE_IN_ENCODER and (engine.images_per_prompt or engine.videos_per_prompt):
         nemotron.check_config(read_config(model))
     if engine.images_per_prompt and _has_pictures(model):
         spec, token = read_image_processor(model), image_token_id(model)
-        kinds[MediaKind.IMAGE] = Modality(
-            spec, token, engine.images_per_prompt, "rollout.engine.images_per_prompt"
-        )
+        kinds[MediaKind.IMAGE] = Modality(spec, token, engine.images_per_prompt, _KNOBS[MediaKind.IMAGE])
     if engine.videos_per_prompt:
-        knob = "rollout.engine.videos_per_prompt"
-        if architecture not in CLIPS:
-            raise OmnifleetError(
-                Reason.UNSUPPORTED,
-                f"{architecture} takes no clips here; {', '.join(sorted(CLIPS))} do",
-                knob=knob,
-            )
-        kinds[MediaKind.VIDEO] = Modality(
-            read_video_processor(model, engine.clips), video_token_id(model), engine.videos_per_prompt, knob
+        _need_family(architecture, CLIPS, MediaKind.VIDEO, "clips")
+        spec, token = read_video_processor(model, engine.clips), video_token_id(model)
+        kinds[MediaKind.VIDEO] = Modality(spec, token, engine.videos_per_prompt, _KNOBS[MediaKind.VIDEO])
+    if engine.sounds_per_prompt:
+        _need_family(architecture, seams.LANGUAGE_IN_ENCODER, MediaKind.AUDIO, "sounds")
+        nemotron.check_sounds(read_config(model))
+        spec, token = ProcessorSpec("ParakeetExtractor", read_sound_config(model)), sound_token_id(model)
+        kinds[MediaKind.AUDIO] = Modality(
+            spec, token, engine.sounds_per_prompt, _KNOBS[MediaKind.AUDIO], sound_brackets(model)
         )
     return kinds
 
 
+def _need_family(architecture: str, families: Collection[str], kind: MediaKind, what: str) -> None:
+    if architecture not in families:
+        message = f"{architecture} takes no {what} here; {', '.join(sorted(families))} do"
+        raise OmnifleetError(Reason.UNSUPPORTED, message, knob=_KNOBS[kind])
+
+
+def _sounds(model: Path, kinds: Mapping[MediaKind, Modality], engine: EngineConfig) -> Sounds | None:
+    return Sounds(read_sound_config(model), engine.max_model_len) if MediaKind.AUDIO in kinds else None
+
+
 def _placeholders(model: Path) -> list[int]:
     tokens = set()
-    for token_id in (image_token_id, video_token_id):
+    for token_id in (image_token_id, video_token_id, sound_token_id):
         with suppress(OmnifleetError):
             tokens.add(token_id(model))
     return sorted(tokens)

@@ -8,7 +8,8 @@ vLLM brings its processor for this family and takes neither transformers' names 
   embeds these words too, so its output is stale after every refit (`vllm_seams.LANGUAGE_IN_ENCODER`).
 - vLLM reckons the times itself, from frame numbers and whole milliseconds a frame. It gets ours: milliseconds as numbers, one
   millisecond a frame.
-- Sounds (`<so_embedding>`) are not taken: the media service makes no segments of them yet.
+- Sounds are features of vLLM's own extractor (`vllm_sounds`), in pieces of 30 s; `<so_start>` and `<so_end>` stand around them.
+- Where the checkpoint takes sounds, 0.25.1 wants the number of their pieces with every item, be it a picture.
 - Clips are never pruned (`video_pruning_rate`): which tokens are kept would depend on the weights of the moment.
 """
 
@@ -38,6 +39,34 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_sounds(config: Mapping[str, Any]) -> None:
+    """Raises UNSUPPORTED for a checkpoint whose encoder of sounds would end vLLM's engine at the first one.
+
+    vLLM gives it the type that the config says of the language model, and hands bfloat16 from its encoder to its projection.
+    """
+    text = config.get("text_config") or config.get("llm_config") or {}
+    given = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+    if given != "bfloat16":
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"config.json says {given} of its language model; vLLM computes sounds in bfloat16 only",
+            knob="model.path",
+        )
+
+
+def published_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM reads under the checkpoint's own names, which transformers' config class has renamed: more `hf_overrides`.
+
+    config: config.json. Its encoder of sounds must be as written there: with transformers' defaults vLLM does not start.
+    """
+    from transformers import PreTrainedConfig
+
+    if not config.get("sound_config"):
+        return {}
+    names = {"sound_config": PreTrainedConfig(**config["sound_config"])}
+    return names | {name: config[name] for name in ("vit_hidden_size",) if name in config}
+
+
 def picture_inputs(segment: Arrays, tokens: int, dtype: Any) -> dict[str, Any]:
     """One picture: patches [h w, 3 p p] -> pixel_values_flat [[3, H, W]], imgs_sizes [(H, W)], num_tokens_per_image [tokens].
 
@@ -53,6 +82,7 @@ def picture_inputs(segment: Arrays, tokens: int, dtype: Any) -> dict[str, Any]:
         "pixel_values_flat": [pixels],
         "imgs_sizes": [(rows * side, columns * side)],
         "num_tokens_per_image": [tokens],
+        "audio_num_clips": torch.empty(0, dtype=torch.int64),
     }
 
 
@@ -66,7 +96,15 @@ def clip_inputs(segment: Arrays, times_s: Sequence[float], dtype: Any) -> dict[s
         "video_num_patches": torch.tensor([len(tiles)]),
         "frames_indices": [torch.tensor([round(1000 * t) for t in times_s])],
         "frame_duration_ms": torch.tensor([1]),
+        "audio_num_clips": torch.empty(0, dtype=torch.int64),
     }
+
+
+def sound_inputs(segment: Arrays) -> dict[str, Any]:
+    """One sound: `vllm_seams.SOUND_INPUTS` as tensors. The model gives them its own type. Copies."""
+    import torch
+
+    return {name: torch.from_numpy(array.copy()) for name, array in segment.items()}
 
 
 def clip_ids(

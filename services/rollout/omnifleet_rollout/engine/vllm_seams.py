@@ -4,6 +4,7 @@
 | -------------------------------------------- | ----------------------------------------------- | --------------------- |
 | mm_processor._get_mm_fields_config           | model-ready tensors -> engine input             | no pictures           |
 | renderer.mm_processor_cache (0.32 only)      | pixels cross to the engine process once         | they cross each time  |
+| parakeet.ParakeetExtractor                   | samples -> what the encoder of sounds takes     | no sounds             |
 | output_processor.request_states              | tokens that nobody waits for come in bulk       | each comes alone      |
 | layerwise_info of the reload module          | find layers that a load did not reach           | silent old weights    |
 |                                              | forget a load that broke half-way               | silent wrong weights  |
@@ -19,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from omnifleet.errors import OmnifleetError, Reason
@@ -36,6 +39,9 @@ LANGUAGE_IN_ENCODER = frozenset(
 """What vLLM keeps as the encoder's output of a clip holds, in these, rows of the language model's embedding: it is stale after
 every refit, also where the vision tower is frozen."""
 
+SOUND_INPUTS = ("input_audio_features", "feature_attention_mask", "audio_num_clips")
+"""What the encoder of sounds takes: float32 [pieces, frames, mels], bool [pieces, frames], pieces of each sound."""
+
 BYPASSED = {
     # load_weights of these models calls default_weight_loader directly, which the layerwise reload does not see.
     "NemotronH_Nano_VL_V2": {
@@ -49,11 +55,15 @@ UNLOADED = {"NemotronH_Nano_VL_V2": frozenset({"ls1", "ls2"})}
 """Model -> parameters that its loader never writes: the scales of RADIO's layers stay 1, whatever a checkpoint says."""
 
 
-def check_front(engine: Any, *, media: bool) -> None:
+def check_front(engine: Any, *, media: bool, sounds: bool = False) -> None:
     """Seams of the front-end process. Raises UNSUPPORTED."""
     if media:
         _need(engine.renderer.get_mm_processor(), "_get_mm_fields_config")
         _need(engine.renderer, "mm_processor_cache")
+    if sounds:
+        from vllm.model_executor.models import parakeet
+
+        _need(parakeet, "ParakeetExtractor")
     from vllm.v1.engine.output_processor import RequestState
 
     for name in ("request_states", "external_req_ids"):
@@ -71,6 +81,21 @@ def media_item(engine: Any, tensors: Mapping[str, torch.Tensor], modality: str) 
     inputs = BatchFeature(dict(tensors))
     fields = engine.renderer.get_mm_processor()._get_mm_fields_config(inputs, {})
     return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[modality][0]
+
+
+def sound_extractor(config: Mapping[str, Any]) -> Any:
+    """vLLM's maker of features of sounds, for an encoder of these settings."""
+    from transformers import PreTrainedConfig
+    from vllm.model_executor.models.parakeet import ParakeetExtractor
+
+    return ParakeetExtractor(PreTrainedConfig(**config))
+
+
+def extract_sound(extractor: Any, samples: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
+    """What it makes of one track. Its three steps would compile themselves at the first, for seconds and with a C++ compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        made = extractor([samples.copy()])
+    return {name: np.asarray(made[name]) for name in SOUND_INPUTS}
 
 
 def send_once(engine: Any, key: str, make_item: Callable[[], Any]) -> Any:

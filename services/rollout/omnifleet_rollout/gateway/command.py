@@ -31,7 +31,7 @@ from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.fleet.store import FleetStore
 from omnifleet_rollout.gateway.gateway import Gateway
 from omnifleet_rollout.gateway.http import make_gateway_app
-from omnifleet_rollout.gateway.media_in import MediaIn, clip_contract
+from omnifleet_rollout.gateway.media_in import MediaIn, clip_contract, sound_contract
 from omnifleet_rollout.gateway.renderer import RendererLoader
 from omnifleet_rollout.gateway.server import register
 from omnifleet_rollout.gateway.sessions import Sessions
@@ -68,7 +68,7 @@ async def _serve(
     tokens = load_tokens(run_dir, load_section(run_dir, "auth", AuthConfig, overrides).tokens_file)
     model_path = _model_path(run_dir, overrides)
     store = FleetStore(run_dir / "fleet.sqlite")
-    media_in = MediaIn(run_dir, media, tokens, clip_contract(config, model_path))
+    media_in = MediaIn(run_dir, media, tokens, clip_contract(config, model_path), sound_contract(model_path))
     sessions = Sessions(run_dir / "sessions.sqlite", keep=config.sessions)
     renderer = RendererLoader(model_path)
     try:

@@ -12,6 +12,7 @@ from omnifleet.config.services import GatewayConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import read_video_processor
 from omnifleet.service import peer
+from omnifleet.sounds import read_sound_config
 from omnifleet.types import MediaKind, MediaRef
 from omnifleet.wire import media_pb2
 from omnifleet.wire.codec import media_from_wire
@@ -33,15 +34,29 @@ def clip_contract(config: GatewayConfig, model: Path | None) -> media_pb2.Decode
     )
 
 
+def sound_contract(model: Path | None) -> media_pb2.DecodeContract:
+    """How tracks are decoded: at the rate that the checkpoint's encoder of sounds takes."""
+    try:
+        rate = int(read_sound_config(model)["sampling_rate"]) if model is not None else 0
+    except OmnifleetError:
+        rate = 0  # it takes no sounds anyway
+    return media_pb2.DecodeContract(sampling="audio@1", sample_rate=rate)
+
+
 class MediaIn:
     """Connects to the media service at the first item, and again when it came up elsewhere."""
 
     def __init__(
-        self, run_dir: Path, address: str, tokens: Tokens, clips: media_pb2.DecodeContract | None = None
+        self,
+        run_dir: Path,
+        address: str,
+        tokens: Tokens,
+        clips: media_pb2.DecodeContract | None = None,
+        sounds: media_pb2.DecodeContract | None = None,
     ) -> None:
         self._run_dir, self._address = run_dir, address
         self._secret = tokens.secret(Scope.SERVICE)
-        self._clips = clips
+        self._contracts = {MediaKind.VIDEO: clips, MediaKind.AUDIO: sounds}
         self._opening = asyncio.Lock()
         self._client: MediaClient | None = None
         self._open = AsyncExitStack()
@@ -49,7 +64,7 @@ class MediaIn:
     async def put(self, url: str, kind: MediaKind, run: str) -> MediaRef:
         """Reference of what a URL holds: data:, http(s):, file: or a path. Raises INVALID_MEDIA, FORBIDDEN, UNAVAILABLE."""
         client = await self._connected()
-        contract = self._clips if kind is MediaKind.VIDEO else None
+        contract = self._contracts.get(kind)
         try:
             if url[:5].lower() == "data:":
                 reply = await client.put(url.encode(), run, kind=kind, contract=contract)

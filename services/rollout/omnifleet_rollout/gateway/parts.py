@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ _SOURCES = {
     "input_audio": (MediaKind.AUDIO, ("input_audio",)),
 }
 _SCHEME = "media://"
+_FORMAT = re.compile(r"[a-z0-9][a-z0-9.+-]{0,31}")
 _AT_ONCE = 8
 TRAINING_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 """What replies carry for training and clients send back with the message; no template sees them."""
@@ -136,13 +138,23 @@ def _url(source: Any, where: str) -> str:
         if source.get("detail", "auto") not in ("auto", None):
             raise invalid(f"{where}.detail: the model's own processor decides the resolution; leave it out")
         if isinstance(source.get("data"), str):
-            return f"data:audio/{source.get('format') or 'wav'};base64,{source['data']}"
+            return _inline_sound(source["data"], source.get("format") or "wav", where)
         source = source.get("url")
     if not isinstance(source, str) or not source.strip():
         raise invalid(
             f"{where} must hold a URL: media://DIGEST, data:, http(s):", reason=Reason.INVALID_MEDIA
         )
     return source
+
+
+def _inline_sound(data: str, format: Any, where: str) -> str:
+    """A data URL. What the bytes are is for the media service to see; the name of the format must be one."""
+    if not isinstance(format, str) or not _FORMAT.fullmatch(format):
+        raise invalid(
+            f"{where}.format {str(format)[:40]!r} is no format: wav, mp3, flac, ogg, ...",
+            reason=Reason.INVALID_MEDIA,
+        )
+    return f"data:audio/{format};base64,{data}"
 
 
 def _list(value: Any, name: str) -> list[Any]:

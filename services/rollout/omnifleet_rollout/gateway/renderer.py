@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omnifleet.client.rollout import Rendered
 from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.processor import picture_brackets
+from omnifleet.prompt import NO_BRACKETS, Brackets
+from omnifleet.sounds import sound_brackets
 from omnifleet.types import MediaKind, MediaRef
 from omnifleet_rollout.gateway.parts import Plain
 from omnifleet_rollout.gateway.turns import Prefix
@@ -36,12 +40,16 @@ class NoContinuation(OmnifleetError):
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """One checkpoint's tokenizer. placeholders: kind -> id of its placeholder. eos: ids that end a reply."""
+    """One checkpoint's tokenizer. placeholders: kind -> id of its placeholder. eos: ids that end a reply.
+
+    brackets: placeholder -> what the engine puts before and after its features, where the template writes none.
+    """
 
     tokenizer: Any
     placeholders: Mapping[MediaKind, int]
     eos: frozenset[int]
     special: frozenset[int] = field(default_factory=frozenset)
+    brackets: Mapping[int, Brackets] = field(default_factory=dict)
     _texts: dict[int, str] = field(default_factory=dict)  # of tokens, once each: at most the vocabulary
 
     @staticmethod
@@ -61,9 +69,9 @@ class Renderer:
         generation = path / "generation_config.json"
         ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
         eos = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        return Renderer(
-            tokenizer, _placeholders(config), frozenset(eos), frozenset(tokenizer.all_special_ids)
-        )
+        placeholders = _placeholders(config)
+        special = frozenset(tokenizer.all_special_ids)
+        return Renderer(tokenizer, placeholders, frozenset(eos), special, _brackets(path, placeholders))
 
     # ------------------------------------------------------------------ tokens -> text
 
@@ -125,10 +133,14 @@ class Renderer:
         return self._checked([*prefix.token_ids, *self.encode(text)], media, text)
 
     def unexpanded(self, token_ids: Sequence[int]) -> list[int]:
-        """Expanded ids with one placeholder a media item: a run of one placeholder is one item."""
+        """Expanded ids with one placeholder a media item: a run of one placeholder is one item, its brackets are no tokens
+        of the prompt. Words that stand within a clip stay."""
         marks = set(self.placeholders.values())
         previous: list[int | None] = [None, *token_ids[:-1]]
-        return [id for id, before in zip(token_ids, previous, strict=True) if id not in marks or id != before]
+        ids = [id for id, before in zip(token_ids, previous, strict=True) if id not in marks or id != before]
+        for mark, (before, after) in self.brackets.items():
+            ids = _replaced(ids, [*before, mark, *after], mark)
+        return ids
 
     def _apply(self, messages: list[dict[str, Any]], tools: Any, kwargs: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
@@ -206,6 +218,26 @@ def _placeholders(config: Mapping[str, Any]) -> dict[MediaKind, int]:
         for kind, names in _PLACEHOLDERS.items()
     }
     return {kind: id for kind, id in found.items() if id is not None}
+
+
+def _brackets(path: Path, placeholders: Mapping[MediaKind, int]) -> dict[int, Brackets]:
+    found: dict[int, Brackets] = {}
+    if MediaKind.IMAGE in placeholders:
+        found[placeholders[MediaKind.IMAGE]] = picture_brackets(path)
+    if MediaKind.AUDIO in placeholders:
+        with suppress(OmnifleetError):  # a family whose template writes its own
+            found[placeholders[MediaKind.AUDIO]] = sound_brackets(path)
+    return {mark: pair for mark, pair in found.items() if pair != NO_BRACKETS}
+
+
+def _replaced(ids: list[int], run: list[int], mark: int) -> list[int]:
+    """`ids` with each `run` of them as `mark` alone."""
+    out: list[int] = []
+    for id in ids:
+        out.append(id)
+        if id == run[-1] and out[-len(run) :] == run:
+            out[-len(run) :] = [mark]
+    return out
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from omnifleet.processor import (
     video_token_id,
 )
 from omnifleet.service import PASSING_EXIT, load_section, load_tokens, peer, run_to_exit
+from omnifleet.sounds import read_sound_config, sound_token_id, sound_tokens
 from omnifleet.telemetry.logs import set_up_logs
 from omnifleet.types import MediaKind, MediaRef
 from omnifleet_rollout.engine.checkpoint import read_table
@@ -107,12 +108,16 @@ def _fake_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Eng
     except OmnifleetError:
         log.info("%s takes no clips", model)
 
+    hears = config.engine.sounds_per_prompt > 0
+
     async def count_features(ref: MediaRef, run: str) -> int:
         processor = processors.get(ref.kind)
-        if processor is None:
+        if processor is None and ref.kind is not MediaKind.AUDIO:
             raise OmnifleetError(Reason.UNSUPPORTED, f"{model} takes no {ref.kind}")
         address = await peer(options.run_dir, "media", given=options.media)
         async with MediaClient.open(address, tokens.secret(Scope.SERVICE)) as media:
+            if processor is None:
+                return sound_tokens(read_sound_config(model), (await media.info(ref)).samples)
             return (await media.segment(ref, processor, run)).token_count
 
     return FakeEngine(
@@ -120,6 +125,7 @@ def _fake_engine(options: Options, config: RolloutConfig, tokens: Tokens) -> Eng
         table=read_table(model),
         image_token=image_token_id(model),
         video_token=video_token_id(model),
+        audio_token=sound_token_id(model) if hears else None,
         count_features=count_features,
     )
 

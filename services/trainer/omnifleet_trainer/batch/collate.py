@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,34 +12,43 @@ import torch
 from torch import Tensor
 
 from omnifleet.errors import invalid
+from omnifleet.sounds import features_heard
 from omnifleet.types import Digest
 from omnifleet_trainer.batch.plan import plan
 from omnifleet_trainer.batch.samples import Segment, StepBatch, TrainingSample
 
-TEXT, IMAGE, VIDEO = 0, 1, 2
+TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
 _MOST_KEPT = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
 class MediaContract:
-    """How a model's prompts carry media: one `image_token` or `video_token` a feature, merge x merge patches a feature.
+    """How a model's prompts carry media: one `image_token`, `video_token` or `sound_token` a feature, merge x merge patches a
+    feature.
 
     video_token: None for a model that takes no clips; image_token for one whose clips are pictures to its prompt.
+    sound_token, hears: None for a model that takes no sounds; sizes of its encoder of sounds, see `omnifleet.sounds`.
     """
 
     image_token: int
     merge: int
     video_token: int | None = None
+    sound_token: int | None = None
+    hears: Mapping[str, Any] | None = None
 
     def types(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """TEXT, IMAGE or VIDEO of each id."""
+        """TEXT, IMAGE, VIDEO or AUDIO of each id."""
         types = np.where(ids == self.image_token, IMAGE, TEXT)
+        if self.sound_token is not None:
+            types = np.where(ids == self.sound_token, AUDIO, types)
         if self.video_token in (None, self.image_token):
             return types
         return np.where(ids == self.video_token, VIDEO, types)
 
     def kind(self, segment: Segment) -> int:
-        """IMAGE or VIDEO: what the tokens of a segment are."""
+        """IMAGE, VIDEO or AUDIO: what the tokens of a segment are."""
+        if is_sound(segment):
+            return AUDIO
         return VIDEO if is_clip(segment) and self.video_token != self.image_token else IMAGE
 
 
@@ -47,12 +56,13 @@ class MediaContract:
 class MicroBatch:
     """One forward pass. B samples, S positions; every per-token tensor is [B, S], not shifted, 0 in the padding.
 
-    rows: place of each sample in the step. input_ids, attention_mask, token_types (IMAGE, VIDEO = a feature of
+    rows: place of each sample in the step. input_ids, attention_mask, token_types (IMAGE, VIDEO, AUDIO = a feature of
     one), lag: int64. token_mask, generation_logprobs, advantages: float32. sample_mask: [B] float32. truncated: [B] bool.
-    first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture or
-    clip, sample by sample in prompt order; grids: [media, 3] patches (t, h, w) in the same order. kept: [B, S, K] int64
-    ids that the sampler's filters kept at each token, padded with -1; None if no sample knows them. experts: [B, S, L, K]
-    int64, which K experts each of L layers gives a token to, as the engine chose; -1 where it did not say, None likewise.
+    first: smallest prompt length, so columns first.. hold all responses. media: segment key of each picture, clip or
+    sound, sample by sample in prompt order; grids: [media, 3] as `grid_of` has them, in the same order. kept: [B, S, K]
+    int64 ids that the sampler's filters kept at each token, padded with -1; None if no sample knows them. experts:
+    [B, S, L, K] int64, which K experts each of L layers gives a token to, as the engine chose; -1 where it did not say,
+    None likewise.
     """
 
     rows: tuple[int, ...]
@@ -103,7 +113,7 @@ def collate(
     """
     features: dict[Digest, int] = {}
     if contract is not None and not cached:
-        features = {key: _features(segment, contract) for key, segment in batch.segments.items()}
+        features = {key: features_of(segment, contract) for key, segment in batch.segments.items()}
     cuts = plan(
         batch, rows, features, micro_batch_tokens=micro_batch_tokens, multiple=multiple, packed=packed
     )
@@ -139,8 +149,15 @@ def is_clip(segment: Segment) -> bool:
     return "video_grid_thw" in segment
 
 
+def is_sound(segment: Segment) -> bool:
+    """Whether a segment holds a sound."""
+    return "input_features" in segment
+
+
 def grid_of(segment: Segment) -> npt.NDArray[np.int64]:
-    """[items, 3] patches (t, h, w) of a segment."""
+    """[items, 3] patches (t, h, w) of a segment; of a sound its (pieces, frames, bands)."""
+    if is_sound(segment):
+        return np.asarray([segment["input_features"].shape], np.int64)
     if "image_grid_hw" in segment:  # Nemotron's pictures
         sizes = np.asarray(segment["image_grid_hw"], dtype=np.int64).reshape(-1, 2)
         return np.insert(sizes, 0, 1, axis=1)
@@ -153,7 +170,15 @@ def patches_of(segment: Segment) -> npt.NDArray[np.float32]:
     return np.asarray(segment["pixel_values_videos" if is_clip(segment) else "pixel_values"])
 
 
-def _features(segment: Segment, contract: MediaContract) -> int:
+def features_of(segment: Segment, contract: MediaContract) -> int:
+    """Features that a model of this contract makes of a segment: its tokens in a prompt.
+
+    Raises OmnifleetError(INVALID_REQUEST) for a sound that the model does not hear, and pixels that are no grid.
+    """
+    if is_sound(segment):
+        if contract.hears is None:
+            raise invalid("a media segment is a sound, the model hears none")
+        return sum(features_heard(contract.hears, int(n)) for n in segment["input_features_mask"].sum(1))
     patches, pixels = int(grid_of(segment).prod(-1).sum()), patches_of(segment)
     if pixels.ndim == 2 and len(pixels) != patches:  # a clip of whole tiles has more axes
         raise invalid(f"a media segment has {len(pixels)} rows of pixels for a grid of {patches}")
@@ -249,17 +274,18 @@ def _token_types(
     own = np.asarray([0] * len(sample.prompt_token_ids) + sample.mask)
     types = np.where(own == 1, TEXT, contract.types(ids))
     segments = [batch.segments[key] for key in sample.segment_keys]
-    counts = [_features(segment, contract) for segment in segments]
+    counts = [features_of(segment, contract) for segment in segments]
     kinds = [contract.kind(segment) for segment in segments]
     if not np.array_equal(types[types != TEXT], np.repeat(kinds, counts)):
         features = {kind: sum(n for k, n in zip(kinds, counts, strict=True) if k == kind) for kind in kinds}
         found = [
             f"{int((types == kind).sum())} {name} tokens"
-            for kind, name in ((IMAGE, "image"), (VIDEO, "video"))
+            for kind, name in ((IMAGE, "image"), (VIDEO, "video"), (AUDIO, "sound"))
         ]
+        heard = f", {found[2]} for {features.get(AUDIO, 0)}" if contract.hears is not None else ""
         raise invalid(
             f"sample {sample.trajectory_id}: {found[0]} in the prompt for {features.get(IMAGE, 0)} features, "
-            f"{found[1]} for {features.get(VIDEO, 0)}, or not in the order of its media"
+            f"{found[1]} for {features.get(VIDEO, 0)}{heard}, or not in the order of its media"
         )
     return types
 

@@ -11,7 +11,7 @@ from omnifleet.client.media import MediaClient
 from omnifleet.config.recipe import Recipe
 from omnifleet.environments.pool import Cast, Pool
 from omnifleet.errors import OmnifleetError, Reason, retryable
-from omnifleet.processor import read_video_processor
+from omnifleet.processor import read_sound_processor, read_video_processor
 from omnifleet.service import read_records
 from omnifleet.telemetry.counters import Counters
 from omnifleet.wire import media_pb2
@@ -61,6 +61,7 @@ async def open_player(
             lease_s=trainer.rollout_timeout_s + 2 * trainer.step_timeout_s,
             max_tokens=trainer.micro_batch_tokens,
             clips=_clips(recipe),
+            sounds=_sounds(recipe),
             replay=Replay.of(recipe),
         )
 
@@ -78,6 +79,15 @@ def _clips(recipe: Recipe) -> media_pb2.DecodeContract:
         fps=gateway.clip_fps,
         temporal_patch=patch,
     )
+
+
+def _sounds(recipe: Recipe) -> media_pb2.DecodeContract | None:
+    """At the rate that the model hears, as the gateway has sounds decoded."""
+    try:
+        rate = read_sound_processor(Path(recipe.model.path)).config["sampling_rate"]
+    except OmnifleetError:
+        return None  # it hears none anyway
+    return media_pb2.DecodeContract(sampling="audio@1", sample_rate=rate)
 
 
 def _gateway(run_dir: Path) -> str:

@@ -82,16 +82,18 @@ class Player:
         lease_s: float,
         max_tokens: int,
         clips: media_pb2.DecodeContract | None = None,
+        sounds: media_pb2.DecodeContract | None = None,
         replay: Replay = NO_REPLAY,
     ) -> None:
         """tasks: those that are played. mode: what the logprobs must mean. timeout_s: life of an episode.
 
         lease_s: how long media of an episode are held; a step must train on it within that. max_tokens: longest episode.
-        clips: how clips of rows are sampled. replay: what sampled episodes must come with; greedy ones train nobody.
+        clips, sounds: how those of rows are sampled. replay: what sampled episodes must come with; greedy ones train nobody.
         """
         self._stage, self._tasks, self._prompter = stage, frozenset(tasks), prompter
         self._renderer, self._media, self._mode = renderer, media, mode
-        self._clips, self._replay = clips, replay
+        self._contracts = {MediaKind.VIDEO: clips, MediaKind.AUDIO: sounds}
+        self._replay = replay
         self._timeout_s, self._lease_s, self._max_tokens = timeout_s, lease_s, max_tokens
 
     async def ask(
@@ -132,7 +134,7 @@ class Player:
         """By content: bytes that come as a data URL are put, everything else the media service reads itself."""
         if url.startswith("media://"):
             return MediaRef(kind, Digest(url.removeprefix("media://")))
-        contract = self._clips if kind is MediaKind.VIDEO else None
+        contract = self._contracts.get(kind)
         if url.startswith("data:"):
             reply = await self._media.put(url.encode(), run, kind=kind, contract=contract)
         else:

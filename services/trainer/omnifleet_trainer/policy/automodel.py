@@ -82,15 +82,18 @@ class AutoModelPolicy(RankPolicy):
             held=self._held if self._adapters is None else None,
             foreach=None if trainer.parallel.tp * trainer.parallel.ep == 1 else False,
         )
-        self.encoder_trains = any(name.startswith(self._family.encoder) for name in trains)
+        sounds = self._family.sound_encoder
+        moved = [name for name in trains if name.startswith(self._family.encoder)]
+        self.encoder_trains = bool(moved)
         self._vision = Vision(
             self._family,
-            frozen=not self.encoder_trains,
+            frozen=all(name.startswith(sounds) for name in moved),
+            sounds_frozen=not any(name.startswith(sounds) for name in moved),
             anywhere=self._peers.any if place.world > 1 else None,
         )
         self._chunk = trainer.logprob_chunk or 0
         self._head = enter(self._model, lambda: plain_head(self._model)) if self._chunk else None
-        self._flops = FlopsModel.of(self._model, self._family.encoder)
+        self._flops = FlopsModel.of(self._model, self._family.encoder, sounds)
         self._remember_reference()
 
     def describe(self) -> dict[str, str]:
@@ -168,6 +171,7 @@ class AutoModelPolicy(RankPolicy):
             for name, tensor in self._model.state_dict().items():
                 if name in self._held:
                     own(tensor).copy_(own(spread(self._held.rebuilt(name, read), tensor)))
+                    continue
                 for value in (value for pattern, value in fixed if fnmatchcase(name, pattern)):
                     own(tensor).fill_(value)
 

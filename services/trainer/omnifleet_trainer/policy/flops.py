@@ -29,8 +29,9 @@ class FlopsModel:
     attention: float
 
     @classmethod
-    def of(cls, model: Any, encoder: Sequence[str]) -> FlopsModel:
-        """Of a transformers model; encoder: prefixes of its vision tower's parameter names."""
+    def of(cls, model: Any, encoder: Sequence[str], sounds: Sequence[str] = ()) -> FlopsModel:
+        """Of a transformers model; encoder: prefixes of the parameter names of what encodes media. sounds: of them those of
+        what encodes sounds, which is left out: it is small, and how often a weight is used goes by its layer."""
         config = getattr(model.config, "text_config", None) or model.config
         experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 0)
         chosen = config.num_experts_per_tok / experts if experts else 1.0
@@ -39,6 +40,8 @@ class FlopsModel:
             if weight.ndim < 2 or "embed_tokens" in name or name.endswith("model.embeddings.weight"):
                 continue
             size = weight.numel() * (chosen if ".experts." in name else 1.0)
+            if name.startswith(tuple(sounds)):
+                continue
             if name.startswith(tuple(encoder)):
                 tower += size
             else:

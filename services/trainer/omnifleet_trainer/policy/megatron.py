@@ -46,7 +46,8 @@ from omnifleet_trainer.policy.rank import RankPolicy
 from omnifleet_trainer.policy.recompute import recompute_layers
 from omnifleet_trainer.policy.vision import Vision, layout_of
 
-_ENCODER = ("visual.", "model.visual.", "vision_model.", "mlp1.")
+_SOUNDS = ("sound_encoder.", "sound_projection.")
+_ENCODER = ("visual.", "model.visual.", "vision_model.", "mlp1.", *_SOUNDS)
 _TOWER = ("model.visual.", *NemotronOmni.encoder)
 """Prefixes of names: in checkpoints, and in transformers."""
 
@@ -86,7 +87,8 @@ class MegatronPolicy(RankPolicy):
             )
             if self._built.half:
                 self._optimizer.load_masters(checkpoint_files(self._source))
-        self.encoder_trains = any(name.startswith(_ENCODER) for name in self._training)
+        moved = [name for name in self._training if name.startswith(_ENCODER)]
+        self.encoder_trains = bool(moved)
         self._division = Division(parallel, self._place.rank)
         self._multiple = 1 if self._packs else self._division.multiple
         if not self._division.whole:
@@ -95,7 +97,11 @@ class MegatronPolicy(RankPolicy):
             attend_over(self._built.core.language_model, self._division.group)
         self._family = _family(self._source)(self._built.core, self._built.config)
         self._family.division = self._division
-        self._vision = Vision(self._family, frozen=not self.encoder_trains)
+        self._vision = Vision(
+            self._family,
+            frozen=all(name.startswith(_SOUNDS) for name in moved),
+            sounds_frozen=not any(name.startswith(_SOUNDS) for name in moved),
+        )
         if self._trainer.peak_tflops is not None:
             self._flops = _flops(self._built.config, self._training)
         self._remember_reference()
@@ -303,4 +309,4 @@ def _flops(config: Any, training: set[str]) -> FlopsModel:
     language = any(not name.startswith(_ENCODER) for name in training)
     for name, weight in model.named_parameters():
         weight.requires_grad_(language or name.startswith(_TOWER))
-    return FlopsModel.of(model, _TOWER)
+    return FlopsModel.of(model, _TOWER, NemotronOmni.sound_encoder)

@@ -111,7 +111,7 @@ def _build(
         for part, name, size, fields in sizes(config, parallel):
             _check_divides(part, parallel, ((name, size, fields),))
         config.llm_config = config.text_config  # Bridge knows it by the name that published configs have
-        config.audio_config = None  # no sound is trained on
+        config.sound_config, config.sound_context_token_id = config.audio_config, config.audio_token_id
     else:
         _check_mixture(getattr(config.text_config, "num_experts", 0) > 0, parallel)
         _check_divides(config.text_config, parallel)
@@ -149,7 +149,7 @@ def _build(
     experts = (provider.num_moe_experts or 0) // parallel.ep
 
     def prepare(chunks: list[Any]) -> list[Any]:
-        tasks = bridge.get_conversion_tasks(chunks)
+        tasks = _tasks(bridge, chunks)
         _freeze(chunks[0], [*tasks, *_copies(chunks[0], tasks)], held, frozen, experts)
         for weight in chunks[0].parameters():  # buffers (the tower's frequencies) stay as wide as they are
             weight.data = weight.data.to(dtype)
@@ -172,9 +172,15 @@ def _build(
         )
     layers.use_exact_gelu(model)
     model.eval()  # no dropout separates the logprobs of two passes
-    tasks, float_tasks, read_tasks = (bridge.get_conversion_tasks([model]) for _ in range(3))
+    tasks, float_tasks, read_tasks = (_tasks(bridge, [model]) for _ in range(3))
     read_tasks = [*read_tasks, *_copies(model.module, read_tasks)]
     return Built(bridge, model, model.module, tasks, float_tasks, read_tasks, config, passive, experts)
+
+
+def _tasks(bridge: Any, chunks: list[Any]) -> list[Any]:
+    """Of all weights, and of buffers that checkpoints hold: they hold no counters of batches."""
+    tasks = bridge.get_conversion_tasks(chunks)
+    return [task for task in tasks if not task.param_name.endswith(".num_batches_tracked")]
 
 
 def fused_names(tasks: Sequence[Any]) -> dict[str, tuple[str, ...]]:

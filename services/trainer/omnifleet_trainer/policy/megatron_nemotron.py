@@ -15,9 +15,22 @@ HYBRID = "nemotron_h_omni"
 """Model type of the config."""
 
 
+_HEARS = {
+    "subsampling_conv_channels": 256,
+    "subsampling_conv_kernel_size": 3,
+    "subsampling_conv_stride": 2,
+    "hidden_act": "silu",
+    "projection_bias": False,
+    "attention_bias": False,
+    "convolution_bias": False,
+    "scale_input": False,
+}
+"""What Bridge takes of an encoder of sounds, whatever the config says."""
+
+
 def constants(names: Iterable[str]) -> list[str]:
-    """Tensors of a checkpoint that Bridge's model, without a sound branch, does not hold; they are handed on as they are."""
-    patterns = (*NemotronOmni.passive, "*.summary_idxs", "sound_encoder.*", "sound_projection.*")
+    """Tensors of a checkpoint that Bridge's model does not hold; they are handed on as they are."""
+    patterns = (*NemotronOmni.passive, "*.summary_idxs", "*.num_batches_tracked")
     return sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
@@ -36,6 +49,9 @@ def check_hybrid(config: Any, parallel: ParallelConfig) -> None:
         ),
         (config.text_config.num_nextn_predict_layers > 0, "model.path", "models that predict one token"),
     ]
+    for name, known in _HEARS.items() if config.audio_config is not None else ():
+        own = getattr(config.audio_config, name, known)
+        refusals.append((own != known, "model.path", f"{name} = {known} in the encoder of sounds, not {own}"))
     for refused, knob, what in refusals:
         if refused:
             raise OmnifleetError(

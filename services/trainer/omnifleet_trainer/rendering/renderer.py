@@ -63,9 +63,11 @@ class Renderer:
         run: str,
         max_prompt_tokens: int,
         clips: ProcessorSpec | None = None,
+        sounds: ProcessorSpec | None = None,
         brackets: Brackets = NO_BRACKETS,
     ) -> None:
-        """placeholder: the checkpoint's image token. max_prompt_tokens: longest expanded prompt. clips: processor of clips.
+        """placeholder: the checkpoint's image token. max_prompt_tokens: longest expanded prompt. clips, sounds: processors
+        of those, None if the model takes none.
 
         brackets: tokens that the family writes around a picture's features.
         """
@@ -73,7 +75,7 @@ class Renderer:
         self._template = template
         self._media = media
         self._processor = processor
-        self._processors = {MediaKind.IMAGE: processor, MediaKind.VIDEO: clips}
+        self._processors = {MediaKind.IMAGE: processor, MediaKind.VIDEO: clips, MediaKind.AUDIO: sounds}
         self._placeholder = placeholder
         self._run = run
         self._max_prompt_tokens = max_prompt_tokens

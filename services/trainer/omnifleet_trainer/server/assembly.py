@@ -53,6 +53,7 @@ from omnifleet_trainer.server.settings import (
     own_scorers,
     room,
     sampling_of,
+    sounds_of,
 )
 from omnifleet_trainer.server.turns import SharedDevices
 from omnifleet_trainer.sinks.build import open_sinks
@@ -148,6 +149,7 @@ async def assembled(
             run=name,
             max_prompt_tokens=recipe.longest_prompt,
             clips=clips_of(model, recipe.rollout.engine.clips),
+            sounds=sounds_of(model),
             brackets=picture_brackets(model),
         )
         prompter = Prompter(

@@ -12,6 +12,7 @@ from omnifleet.processor import (
     ProcessorSpec,
     image_token_id,
     read_image_processor,
+    read_sound_processor,
     read_video_processor,
 )
 from omnifleet.types import Sampling
@@ -46,6 +47,16 @@ def clips_of(model: Path, changes: Mapping[str, bool | int | float]) -> Processo
     """The model's processor of clips with the run's changes, None if it takes none."""
     try:
         return read_video_processor(model, changes)
+    except OmnifleetError as error:
+        if error.reason is not Reason.UNSUPPORTED:
+            raise
+        return None
+
+
+def sounds_of(model: Path) -> ProcessorSpec | None:
+    """The model's processor of sounds, None if it takes none."""
+    try:
+        return read_sound_processor(model)
     except OmnifleetError as error:
         if error.reason is not Reason.UNSUPPORTED:
             raise

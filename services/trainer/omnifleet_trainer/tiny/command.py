@@ -20,6 +20,7 @@ SOURCES = ("checkpoint.py", "families.py", "scenes.py", "warmstart.py")
 OWN_SOURCES = {
     "nemotron_omni": ("hybrid.py",),
     "nemotron_omni_moe": ("hybrid.py",),
+    "nemotron_omni_sound": ("hybrid.py",),
     "qwen3_vl_moe": ("mixture.py",),
 }
 
@@ -89,7 +90,7 @@ def make_tiny_model(out: Path, *, seed: int = 0, warm: bool = True, family: str 
 
 
 def _write_random(out: Path, *, seed: int, family: str, warm: bool) -> None:
-    """A random checkpoint of the family. The two that no lesson exists for have modules of their own."""
+    """A random checkpoint of the family. Those that no lesson exists for have modules of their own."""
     from omnifleet_trainer.tiny.checkpoint import write_checkpoint
     from omnifleet_trainer.tiny.families import known_family
     from omnifleet_trainer.tiny.hybrid import MIXED, write_hybrid
@@ -100,6 +101,8 @@ def _write_random(out: Path, *, seed: int, family: str, warm: bool) -> None:
             write_hybrid(out, seed=seed)
         case "nemotron_omni_moe" if not warm:
             write_hybrid(out, seed=seed, pattern=MIXED)
+        case "nemotron_omni_sound" if not warm:
+            write_hybrid(out, seed=seed, sound=True)
         case "qwen3_vl_moe" if not warm:
             write_mixture(out, seed=seed)
         case _:
@@ -115,7 +118,8 @@ def tiny_model(
     family: Annotated[
         str,
         typer.Option(
-            help="qwen2_vl or qwen2_5_vl; without a warm start qwen3_vl, qwen3_vl_moe, nemotron_omni, nemotron_omni_moe too."
+            help="qwen2_vl or qwen2_5_vl; without a warm start qwen3_vl, qwen3_vl_moe, nemotron_omni, nemotron_omni_moe, "
+            "nemotron_omni_sound too."
         ),
     ] = "qwen2_vl",
 ) -> None:

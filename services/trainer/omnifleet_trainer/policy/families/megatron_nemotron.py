@@ -18,7 +18,13 @@ from torch import Tensor
 
 from omnifleet_trainer.batch.collate import MediaContract, MicroBatch
 from omnifleet_trainer.batch.samples import Segment
-from omnifleet_trainer.policy.families.nemotron import arranged, joined, media_contract
+from omnifleet_trainer.policy.families.nemotron import (
+    arranged,
+    heard,
+    joined,
+    media_contract,
+    statistics_in_float32,
+)
 from omnifleet_trainer.policy.families.port import Layout
 from omnifleet_trainer.policy.families.qwen import scattered
 from omnifleet_trainer.policy.megatron_sequence import Division
@@ -36,6 +42,8 @@ class MegatronNemotron:
         model.pre_process = model.post_process = True  # one stage; Bridge's class does not say
         self._config = config
         self.contract: MediaContract | None = media_contract(config)
+        if self.contract.hears is not None:
+            statistics_in_float32(self._model.sound_model)
 
     @property
     def patch_values(self) -> int:
@@ -93,6 +101,17 @@ class MegatronNemotron:
             [joined(one, h, w, first, ratio) for one, (_, h, w) in zip(pieces, items, strict=True)]
         )
         projected: Tensor = self._model.vision_projection(features[:, None])[:, 0]
+        return projected
+
+    def encode_sounds(self, features: Tensor, mask: Tensor) -> Tensor:
+        """See `Hearing`; W = H. The encoder is transformers', whole on each rank."""
+        assert self.contract is not None and self.contract.hears is not None
+        encoder = self._model.sound_model.encoder
+        hidden = encoder(
+            input_features=features.to(encoder.subsampling.linear.weight.dtype), attention_mask=mask
+        ).last_hidden_state
+        kept = heard(hidden, mask, self.contract.hears)
+        projected: Tensor = self._model.sound_projection(kept[:, None])[:, 0]
         return projected
 
     def mixed(self, micro: MicroBatch, embeds: Tensor, features: Tensor, layout: Layout) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Its pictures are patches, its clips whole tiles of frames, of which each two (or what the config says) make a patch with a
 projection of its own. Both go through the tower's layers in one run. In prompts a clip's features stand at picture
-tokens, between words that say the times of its frames; those words are text to this side. Sounds are not taken. vLLM
+tokens, between words that say the times of its frames; those words are text to this side. Sounds go through an encoder of
+their own, a Parakeet with a projector, piece by piece as the engine cuts them. vLLM
 may prune a clip's tokens; it is told not to, and nothing is pruned here.
 
 Mamba layers are computed by transformers' own torch functions, in chunks, where `mamba_ssm` and `causal_conv1d` are not
@@ -12,15 +13,18 @@ installed: always on a CPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from omnifleet.errors import invalid
+from omnifleet.sounds import features_heard
 from omnifleet_trainer.batch.collate import MediaContract, MicroBatch, grid_of, is_clip, patches_of
 from omnifleet_trainer.batch.samples import Segment
 from omnifleet_trainer.compat.mamba import scan_in_float32
@@ -37,8 +41,10 @@ _PICTURE = 0
 class NemotronOmni(TextModel):
     """See above."""
 
-    encoder = ("vision_model.", "vision_final_layernorm.", "multi_modal_projector.")
-    fixed = {"*.layer_scale[12].lambda1": 1.0}  # noqa: RUF012
+    tower = ("vision_model.", "vision_final_layernorm.", "multi_modal_projector.")
+    sound_encoder = ("audio_tower.", "embed_audio.")
+    encoder = (*tower, *sound_encoder)
+    fixed = {"*.layer_scale[12].lambda1": 1.0, "*.num_batches_tracked": 0.0}  # noqa: RUF012
     passive = ("*.input_conditioner.norm_*", "*.feature_extractor.*")  # of media, which come prepared
 
     def __init__(self, model: Any) -> None:
@@ -47,6 +53,8 @@ class NemotronOmni(TextModel):
         self._frames, self._patch = config.video_temporal_patch_size, config.vision_config.patch_size
         self.contract = media_contract(config)
         scan_in_float32()
+        if self.contract.hears is not None:
+            statistics_in_float32(model.audio_tower)
         for module in model.modules():
             if type(module).__name__ == "NemotronHTopkRouter":
                 module.forward = _in_float32(module.forward)
@@ -86,6 +94,15 @@ class NemotronOmni(TextModel):
         features: Tensor = self._model.multi_modal_projector(torch.cat(joined))
         return features
 
+    def encode_sounds(self, features: Tensor, mask: Tensor) -> Tensor:
+        """See `Hearing`; W = H. transformers' own function gives a piece of a multiple of 8 frames a feature more."""
+        model, contract = self._model, self.contract
+        assert contract is not None and contract.hears is not None
+        dtype = model.embed_audio.linear_1.weight.dtype
+        hidden = model.audio_tower(input_features=features.to(dtype), attention_mask=mask).last_hidden_state
+        projected: Tensor = model.embed_audio(heard(hidden, mask, contract.hears))
+        return projected
+
     def mixed(self, micro: MicroBatch, embeds: Tensor, features: Tensor, layout: Layout) -> dict[str, Any]:
         """See `Family`."""
         return self.text(micro, scattered(micro, embeds, features))
@@ -110,9 +127,21 @@ class NemotronOmni(TextModel):
 
 
 def media_contract(config: Any) -> MediaContract:
-    """How prompts of a Nemotron Omni with this config carry pictures and clips: alike."""
-    image = config.image_token_id
-    return MediaContract(image, round(1 / config.downsample_ratio), image)
+    """How prompts of a Nemotron Omni with this config carry pictures and clips, alike, and sounds."""
+    image, hears = config.image_token_id, config.audio_config
+    return MediaContract(
+        image,
+        round(1 / config.downsample_ratio),
+        image,
+        None if hears is None else config.audio_token_id,
+        None if hears is None else hears.to_dict(),
+    )
+
+
+def heard(hidden: Tensor, mask: Tensor, encoder: Mapping[str, Any]) -> Tensor:
+    """The encoder's output [pieces, positions, W] -> [features, W]: of each piece what its frames in `mask` make."""
+    counts = [features_heard(encoder, frames) for frames in mask.sum(1).tolist()]
+    return torch.cat([piece[:count] for piece, count in zip(hidden, counts, strict=True)])
 
 
 def arranged(
@@ -133,6 +162,22 @@ def arranged(
             patches.append(np.pad(own, ((0, 0), (0, values - own.shape[1]))))
         grids.append((t if is_clip(segment) else _PICTURE, h, w))
     return np.concatenate(patches), np.array(grids, np.int64)
+
+
+def statistics_in_float32(encoder: torch.nn.Module) -> None:
+    """Have the encoder's batch norms compute in the type of their statistics, float32 also where weights are bfloat16; torch
+    takes no such mixture."""
+    for norm in encoder.modules():
+        if isinstance(norm, torch.nn.BatchNorm1d):
+            norm.forward = partial(_normed, norm)  # type: ignore[method-assign]
+
+
+def _normed(norm: torch.nn.BatchNorm1d, hidden: Tensor) -> Tensor:
+    mean, variance = norm.running_mean, norm.running_var
+    assert mean is not None and variance is not None
+    weight, bias = norm.weight.to(mean.dtype), norm.bias.to(mean.dtype)
+    made = F.batch_norm(hidden.to(mean.dtype), mean, variance, weight, bias, eps=norm.eps)
+    return made.to(hidden.dtype)
 
 
 def joined(hidden: Tensor, h: int, w: int, first: int, ratio: float) -> Tensor:

@@ -58,6 +58,16 @@ class Family(Protocol):
 
 
 @runtime_checkable
+class Hearing(Protocol):
+    """A family with an encoder of sounds beside its tower."""
+
+    def encode_sounds(self, features: Tensor, mask: Tensor) -> Tensor:
+        """One run of it: mel features [pieces, frames, bands], mask bool [pieces, frames] -> [features, W], piece after
+        piece."""
+        ...
+
+
+@runtime_checkable
 class Arranging(Protocol):
     """A family whose segments are not patches and grids already."""
 

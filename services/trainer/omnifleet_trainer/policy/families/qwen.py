@@ -24,6 +24,8 @@ class TextModel:
     contract: MediaContract | None = None
     encoder: tuple[str, ...] = ("model.visual.", "visual.")
     """Prefixes of the weights that features of media depend on, in the model."""
+    sound_encoder: tuple[str, ...] = ()
+    """Those of `encoder` that features of sounds alone depend on."""
     fixed: Mapping[str, float] = {}
     """Patterns of the model's weights that no checkpoint holds, and their value; they never train."""
     passive: tuple[str, ...] = ()
