@@ -206,7 +206,9 @@ async def test_a_folder_is_put_and_read_back(tmp_path: Path) -> None:
         assert code == 0, text
         assert re.search(r"^dedup ratio +2\.00 ", text, re.MULTILINE), text
         assert re.search(r"^alias hit rate +50\.0%", text, re.MULTILINE), text
-        assert re.search(r"^media_put +6 +21\.6 kB +10\.8 kB +10\.8 kB +[\d.]+ kB +0\.500$", text, re.MULTILINE), text
+        assert re.search(
+            r"^media_put +6 +21\.6 kB +10\.8 kB +10\.8 kB +[\d.]+ kB +0\.500$", text, re.MULTILINE
+        ), text
         code, text = await run("stat", "--json", *where)
         assert json.loads(text)["counters"]["payload_counts/media_put/calls"] == 6
 
