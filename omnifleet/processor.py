@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from omnifleet.address import canonical_json
 from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.model_files import bracket_ids, read_json, read_model_config
 from omnifleet.prompt import NO_BRACKETS, Brackets
 from omnifleet.sounds import read_sound_config
 
@@ -127,9 +127,9 @@ def read_video_processor(
     neither, and their clips go by the settings of pictures. Raises as `read_image_processor`, and UNSUPPORTED if the
     family takes no clips.
     """
-    body = _read_json(model_dir / "video_preprocessor_config.json")
+    body = read_json(model_dir / "video_preprocessor_config.json")
     if body is None:
-        nested = (_read_json(model_dir / "processor_config.json") or {}).get("video_processor")
+        nested = (read_json(model_dir / "processor_config.json") or {}).get("video_processor")
         body = nested if isinstance(nested, dict) else None
     if body is None:
         return _changed(_clips_like_pictures(model_dir), changes or {})
@@ -170,32 +170,21 @@ def picture_brackets(model_dir: Path) -> Brackets:
 
     Raises OmnifleetError(MODEL_MISSING) without config.json, INVALID_CONFIG if the tokenizer lacks one of them.
     """
-    config = _read_json(model_dir / "config.json")
-    if config is None:
-        raise OmnifleetError(
-            Reason.MODEL_MISSING, f"{model_dir / 'config.json'} is missing", knob="model.path"
-        )
+    config = read_model_config(model_dir)
     if not _BRACKETED & {*(config.get("architectures") or ()), config.get("model_type")}:
         return NO_BRACKETS
-    tokenizer = _read_json(model_dir / "tokenizer.json") or {}
-    ids = {added.get("content"): added.get("id") for added in tokenizer.get("added_tokens") or ()}
-    opening, closing = (ids.get(word) for word in _BRACKETS)
-    if not isinstance(opening, int) or not isinstance(closing, int):
-        raise invalid(
-            f"{model_dir}/tokenizer.json has no {' or '.join(_BRACKETS)}", reason=Reason.INVALID_CONFIG
-        )
-    return (opening,), (closing,)
+    return bracket_ids(model_dir, _BRACKETS)
 
 
 def _token_id(model_dir: Path, names: tuple[str, ...], kind: str) -> int:
-    path = model_dir / "config.json"
-    config = _read_json(path)
-    if config is None:
-        raise OmnifleetError(Reason.MODEL_MISSING, f"{path} is missing", knob="model.path")
+    config = read_model_config(model_dir)
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise invalid(f"{path} names no {kind} token ({', '.join(names)})", reason=Reason.INVALID_CONFIG)
+    raise invalid(
+        f"{model_dir / 'config.json'} names no {kind} token ({', '.join(names)})",
+        reason=Reason.INVALID_CONFIG,
+    )
 
 
 def _clips_like_pictures(model_dir: Path) -> ProcessorSpec:
@@ -226,10 +215,10 @@ def _of_clips(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _image_processor_body(model_dir: Path) -> dict[str, Any]:
-    body = _read_json(model_dir / "preprocessor_config.json")
+    body = read_json(model_dir / "preprocessor_config.json")
     if body is not None:
         return body
-    nested = (_read_json(model_dir / "processor_config.json") or {}).get("image_processor")
+    nested = (read_json(model_dir / "processor_config.json") or {}).get("image_processor")
     if isinstance(nested, dict):
         return nested
     raise OmnifleetError(
@@ -237,18 +226,6 @@ def _image_processor_body(model_dir: Path) -> dict[str, Any]:
         f"{model_dir} has neither preprocessor_config.json nor an image processor in processor_config.json",
         knob="model.path",
     )
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        body = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise invalid(f"{path} cannot be read: {error}", reason=Reason.INVALID_CONFIG) from error
-    if not isinstance(body, dict):
-        raise invalid(f"{path} is not a JSON object", reason=Reason.INVALID_CONFIG)
-    return body
 
 
 def _changes_pixels(key: str) -> bool:

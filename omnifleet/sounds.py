@@ -8,13 +8,13 @@ whose feature lies behind the sound's end.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omnifleet.errors import OmnifleetError, Reason, invalid
+from omnifleet.errors import OmnifleetError, Reason
+from omnifleet.model_files import bracket_ids, read_model_config
 from omnifleet.prompt import Brackets
 
 PIECE_S, SHORTEST_S = 30.0, 0.1
@@ -30,7 +30,7 @@ def read_sound_config(model_dir: Path) -> dict[str, Any]:
 
     Raises OmnifleetError(MODEL_MISSING) without the file, UNSUPPORTED for a model that takes no sounds.
     """
-    config = _config(model_dir)
+    config = read_model_config(model_dir)
     found = next((config[name] for name in _CONFIGS if isinstance(config.get(name), dict)), None)
     if found is None or "sampling_rate" not in found:
         raise OmnifleetError(
@@ -41,7 +41,7 @@ def read_sound_config(model_dir: Path) -> dict[str, Any]:
 
 def sound_token_id(model_dir: Path) -> int:
     """Id of the placeholder token that stands for a feature of a sound. Raises as `read_sound_config`."""
-    config = _config(model_dir)
+    config = read_model_config(model_dir)
     for name in _TOKENS:
         if isinstance(config.get(name), int):
             return int(config[name])
@@ -57,19 +57,7 @@ def sound_brackets(model_dir: Path) -> Brackets:
 
     Raises OmnifleetError(INVALID_CONFIG) if the tokenizer lacks one of them.
     """
-    try:
-        tokenizer = json.loads((model_dir / "tokenizer.json").read_text())
-    except (OSError, ValueError) as error:
-        raise invalid(
-            f"{model_dir}/tokenizer.json cannot be read: {error}", reason=Reason.INVALID_CONFIG
-        ) from error
-    ids = {added.get("content"): added.get("id") for added in tokenizer.get("added_tokens") or ()}
-    opening, closing = (ids.get(word) for word in _BRACKETS)
-    if not isinstance(opening, int) or not isinstance(closing, int):
-        raise invalid(
-            f"{model_dir}/tokenizer.json has no {' or '.join(_BRACKETS)}", reason=Reason.INVALID_CONFIG
-        )
-    return (opening,), (closing,)
+    return bracket_ids(model_dir, _BRACKETS)
 
 
 def sound_pieces(config: Mapping[str, Any], samples: int) -> list[int]:
@@ -98,16 +86,3 @@ def features_heard(config: Mapping[str, Any], frames: int) -> int:
     for _ in range(int(math.log2(int(config["subsampling_factor"])))):
         frames = (frames + padding - kernel) // stride + 1
     return frames
-
-
-def _config(model_dir: Path) -> dict[str, Any]:
-    path = model_dir / "config.json"
-    try:
-        body = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise OmnifleetError(Reason.MODEL_MISSING, f"{path} is missing", knob="model.path") from None
-    except (OSError, ValueError) as error:
-        raise invalid(f"{path} cannot be read: {error}", reason=Reason.INVALID_CONFIG) from error
-    if not isinstance(body, dict):
-        raise invalid(f"{path} is not a JSON object", reason=Reason.INVALID_CONFIG)
-    return body

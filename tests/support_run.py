@@ -74,6 +74,15 @@ class CliRun:
             raise AssertionError(f"train ended with {self.process.returncode}:\n{out}\n{self.logs()}")
         return self.process.returncode
 
+    def to_the_end(self, deadline_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Train; its summary and steps. Whatever happens, nothing of it is left."""
+        try:
+            self.train()
+            assert self.finish(deadline_s) == 0
+            return self.summary(), read_run(self.run_dir).steps
+        finally:
+            self.close()
+
     def step(self) -> int:
         try:
             steps = read_run(self.run_dir).steps

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
-from omnifleet_trainer.policy.group import ALONE
-from omnifleet_trainer.policy.job import Job, open_rank
 from omnifleet_trainer.tiny.hybrid import DENSE, MIXED, TOWER, write_hybrid
 from tests.child_result import result_of
 from tests.gpu.missed_weights import MISSED
-from tests.integration.family_world import close_to
-from tests.integration.nemotron_world import TEMPERATURE, batch_for, plain_logprobs
+from tests.gpu.nemotron_on_gpu import three_steps
+from tests.integration.nemotron_world import batch_for, plain_logprobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,12 +69,6 @@ def plain(source: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32).eval()
 
 
-def opened(source: Path, backend: str, dtype: str) -> Any:
-    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=2)
-    trainer = TrainerConfig(backend=backend, optimizer=optimizer, micro_batch_tokens=300, dtype=dtype)
-    return open_rank(Job(source, trainer, ObjectiveConfig(), temperature=TEMPERATURE), ALONE)
-
-
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("automodel", "float32"), ("automodel", "bfloat16"), ("megatron", "float32")]
 )
@@ -88,20 +79,8 @@ def test_a_policy_computes_on_a_gpu_what_transformers_computes_on_the_host(
     batch = batch_for(source)
     with torch.no_grad():
         expected = [plain_logprobs(plain, sample, batch) for sample in batch.samples]
-    policy = opened(source, backend, dtype)
-    try:
-        found = policy.logprobs(batch)
-        before = {name: tensor.cpu().clone() for name, tensor in policy.export()}
-        steps = [policy.train(batch) for _ in range(3)]
-        after = {name: tensor.cpu().clone() for name, tensor in policy.export()}
-    finally:
-        policy.close()
-    worst = max(abs(torch.as_tensor(a).cpu() - b).max() for a, b in zip(found, expected, strict=True))
-    shown = ", ".join(f"{step['loss']:.4g}/{step['grad_norm']:.4g}" for step in steps)
-    print(f"\nnemotron {source.name} {backend} {dtype}: worst {worst:.2g} nats; loss/grad_norm {shown}")
-    close_to(found, expected, rtol=3e-2 if dtype == "bfloat16" else 1e-3)
+    steps, before, moved = three_steps(source, backend, dtype, batch, expected)
     assert all(0 < step["grad_norm"] < 1e4 for step in steps)
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved >= {name for name in before if name.endswith(("in_proj.weight", "lm_head.weight"))} != set()
 
 

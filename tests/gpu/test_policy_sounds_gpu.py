@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from omnifleet.config.recipe import ObjectiveConfig, OptimizerConfig, TrainerConfig
-from omnifleet_trainer.policy.group import ALONE
-from omnifleet_trainer.policy.job import Job, open_rank
 from omnifleet_trainer.tiny.hybrid import write_hybrid
-from tests.integration.family_world import close_to
+from tests.gpu.nemotron_on_gpu import three_steps
 from tests.integration.hearing_world import batch_for, plain_logprobs
-from tests.integration.nemotron_world import TEMPERATURE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,20 +43,6 @@ def test_a_policy_hears_on_a_gpu_what_transformers_hears_on_the_host(
     )
     with torch.no_grad():
         expected = [plain_logprobs(plain, sample, batch) for sample in batch.samples]
-    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=2)
-    trainer = TrainerConfig(backend=backend, optimizer=optimizer, micro_batch_tokens=300, dtype=dtype)
-    policy = open_rank(Job(source, trainer, ObjectiveConfig(), temperature=TEMPERATURE), ALONE)
-    try:
-        found = policy.logprobs(batch)
-        before = {name: tensor.cpu().clone() for name, tensor in policy.export()}
-        steps = [policy.train(batch) for _ in range(3)]
-        after = {name: tensor.cpu().clone() for name, tensor in policy.export()}
-    finally:
-        policy.close()
-    worst = max(abs(torch.as_tensor(a).cpu() - b).max() for a, b in zip(found, expected, strict=True))
-    shown = ", ".join(f"{step['loss']:.4g}/{step['grad_norm']:.4g}" for step in steps)
-    print(f"\nsounds {backend} {dtype}: worst {worst:.2g} nats; loss/grad_norm {shown}")
-    close_to(found, expected, rtol=3e-2 if dtype == "bfloat16" else 1e-3)
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    _, before, moved = three_steps(source, backend, dtype, batch, expected)
     heard = {name for name in before if name.startswith("sound_encoder.") and name.endswith("q_proj.weight")}
     assert heard and moved >= heard and not any("running_" in name for name in moved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +129,33 @@ def config_of(source: Path) -> dict[str, Any]:
     """The checkpoint's config.json."""
     body: dict[str, Any] = json.loads((source / "config.json").read_text())
     return body
+
+
+def both_ways(
+    policy: Any, batch: StepBatch, plain: Callable[[Any, TrainingSample, StepBatch], Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Gradients in float64 of the sum of all logprobs: each weight's name, the policy's and, from `plain` with every reference by
+    itself, the naive one. The sums are compared. Weights without a gradient in the policy are left out."""
+    weights = {name: p for name, p in policy._model.named_parameters() if p.requires_grad}
+    policy._model.double()
+    try:
+        with InDouble():
+            ours = torch.zeros((), dtype=torch.float64)
+            for micro in policy._collate(batch, range(len(batch.samples))):
+                ours = ours + (policy._forward(batch)(micro) * micro.token_mask[:, micro.first :]).sum()
+            torch.autograd.backward(ours)
+            gradients = {name: p.grad.clone() for name, p in weights.items() if p.grad is not None}
+            policy._model.zero_grad()
+            naive = torch.stack([plain(policy._model, s, batch).sum() for s in batch.samples]).sum()
+            torch.autograd.backward(naive)
+        torch.testing.assert_close(ours, naive, rtol=1e-10, atol=0)
+        for name, gradient in gradients.items():
+            yield name, gradient, weights[name].grad
+    finally:
+        policy._model.zero_grad()
+        policy._model.float()
+
+
+def close_gradients(ours: Tensor, naive: Tensor) -> None:
+    """To 1e-9 of the largest."""
+    torch.testing.assert_close(ours, naive, rtol=0, atol=1e-9 * float(naive.abs().max()) + 1e-14)

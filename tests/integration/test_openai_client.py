@@ -88,6 +88,15 @@ class Stack:
             command = [sys.executable, "-c", code, "serve", "--run-dir", str(self.run_dir), *options]
             self.processes.append(subprocess.Popen(command, stdout=out, stderr=out))
 
+    def up(self) -> None:
+        """Media service, gateway and a worker, warm."""
+        self.start("omnifleet_media:app", name="media")
+        self.start("omnifleet_rollout:gateway_app", name="gateway")
+        self.start("omnifleet_rollout:app", name="worker-0")
+        for name in ("media", "gateway", "worker-0"):
+            self.wait(name)
+        asyncio.run(warm(self))
+
     def wait(self, name: str) -> None:
         end = time.monotonic() + 500
         while name not in read_records(self.run_dir):
@@ -143,12 +152,7 @@ def stack(
     (stack.run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     load_tokens(stack.run_dir)  # makes the secrets before three processes race for it
     try:
-        stack.start("omnifleet_media:app", name="media")
-        stack.start("omnifleet_rollout:gateway_app", name="gateway")
-        stack.start("omnifleet_rollout:app", name="worker-0")
-        for name in ("media", "gateway", "worker-0"):
-            stack.wait(name)
-        asyncio.run(warm(stack))
+        stack.up()
         yield stack
     finally:
         stack.close()

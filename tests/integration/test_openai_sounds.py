@@ -5,7 +5,6 @@ On a CPU; `tests/gpu/test_audio_gpu.py` runs the same tests with the engine on a
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from omnifleet.sounds import read_sound_config, sound_token_id, sound_tokens
 from omnifleet.types import Identity
 from omnifleet_trainer.tiny.hybrid import write_hybrid
 from tests.integration.sound_world import RATE, gap, reference, tone
-from tests.integration.test_openai_client import Device, Stack, chat, extra, shown, warm
+from tests.integration.test_openai_client import Device, Stack, chat, extra, shown
 
 pytestmark = [pytest.mark.heavy, pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -61,12 +60,7 @@ def hearing(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Iterato
     (stack.run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     load_tokens(stack.run_dir)
     try:
-        stack.start("omnifleet_media:app", name="media")
-        stack.start("omnifleet_rollout:gateway_app", name="gateway")
-        stack.start("omnifleet_rollout:app", name="worker-0")
-        for name in ("media", "gateway", "worker-0"):
-            stack.wait(name)
-        asyncio.run(warm(stack))
+        stack.up()
         yield stack
     finally:
         stack.close()

@@ -24,8 +24,9 @@ from tests.integration.family_world import close_to
 from tests.integration.nemotron_world import (
     CLIPS,
     TEMPERATURE,
-    InDouble,
     batch_for,
+    both_ways,
+    close_gradients,
     plain_logprobs,
 )
 
@@ -122,32 +123,19 @@ def test_one_tower_run_gives_the_naive_path_s_values_and_gradients(
 ) -> None:
     """In float64, also where transformers would compute in float32, against every reference by itself."""
     batch = batch_for(source)
-    weights = {name: p for name, p in policy._model.named_parameters() if p.requires_grad}
     text = policy._model.config.text_config
     grouped, text._experts_implementation = text._experts_implementation, "eager"  # torch groups no float64
-    policy._model.double()
     try:
-        with InDouble():
-            ours = torch.zeros((), dtype=torch.float64)
-            for micro in policy._collate(batch, range(len(batch.samples))):
-                ours = ours + (policy._forward(batch)(micro) * micro.token_mask[:, micro.first :]).sum()
-            torch.autograd.backward(ours)
-            gradients = {name: p.grad.clone() for name, p in weights.items() if p.grad is not None}
-            policy._model.zero_grad()
-            naive = torch.stack([plain_logprobs(policy._model, s, batch).sum() for s in batch.samples]).sum()
-            torch.autograd.backward(naive)
-        torch.testing.assert_close(ours, naive, rtol=1e-10, atol=0)
-        assert gradients.keys() == weights.keys()
-        for name, gradient in gradients.items():
-            expected = weights[name].grad
-            assert expected is not None, name
-            scale = float(expected.abs().max())
-            assert scale > 0 or "experts" in name, name
-            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-9 * scale + 1e-14)
+        found = list(both_ways(policy, batch, plain_logprobs))
     finally:
-        policy._model.zero_grad()
-        policy._model.float()
         text._experts_implementation = grouped
+    assert {name for name, _, _ in found} == {
+        n for n, p in policy._model.named_parameters() if p.requires_grad
+    }
+    for name, gradient, expected in found:
+        assert expected is not None, name
+        assert float(expected.abs().max()) > 0 or "experts" in name, name
+        close_gradients(gradient, expected)
 
 
 def test_training_equals_plain_transformers(source: Path) -> None:

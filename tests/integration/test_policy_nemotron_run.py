@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from omnifleet.report.records import read_run
 from omnifleet_trainer.tiny.hybrid import write_hybrid
 from tests.support_run import CliRun
 
@@ -19,12 +18,7 @@ def test_the_twin_trains_two_steps_with_a_real_engine(tmp_path: Path) -> None:
     run = CliRun(
         tmp_path, [f"model.path={tmp_path / 'model'}"], engine="vllm", recipe="twins/clevr-automodel"
     )
-    try:
-        run.train()
-        assert run.finish(800) == 0
-        summary, steps = run.summary(), read_run(run.run_dir).steps
-    finally:
-        run.close()
+    summary, steps = run.to_the_end(800)
     ledger = summary["ledger"]
     assert (ledger["consumed"], ledger["consumed_twice"], ledger["lost"]) == (2 * 8, 0, 0)
     assert [row["step"] for row in steps] == [0, 1, 2]

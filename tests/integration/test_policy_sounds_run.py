@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from omnifleet.report.records import read_run
 from omnifleet_trainer.tiny.hybrid import write_hybrid
 from tests.sounds import tone, wav
 from tests.support_run import CliRun
@@ -51,12 +50,7 @@ def test_sounds_train_two_steps(tmp_path: Path, engine: str, backend: str) -> No
         "rollout.engine.sounds_per_prompt=1",
     ]
     run = CliRun(tmp_path, settings, engine=engine, recipe="twins/clevr-automodel")
-    try:
-        run.train()
-        assert run.finish(800) == 0
-        summary, steps = run.summary(), read_run(run.run_dir).steps
-    finally:
-        run.close()
+    summary, steps = run.to_the_end(800)
     ledger = summary["ledger"]
     assert (ledger["consumed"], ledger["consumed_twice"], ledger["lost"]) == (2 * 8, 0, 0)
     for row in steps[1:]:  # of three passes; what was heard once is known from then on
