@@ -89,21 +89,11 @@ def _wait(device: torch.device) -> None:
 def _mapped_ones(body: Mapping[str, Any], source: str, staging: Memory) -> Generator[Sources, None, None]:
     """One bucket after another, as if each were all."""
     handles, buckets = json.loads(source.removeprefix(CUDA_IPC)), layout(body)
-    if any(len(_listed(told)) != len(buckets) for told in handles.values()):
+    if any(len(told) != len(buckets) for told in handles.values()):
         raise rejected(f"there are not {len(buckets)} handles for {len(buckets)} buckets")
     for number, bucket in enumerate(buckets):
-        alone = {gpu: _only_handle(told, number) for gpu, told in handles.items()}
+        alone = {gpu: [told[number]] for gpu, told in handles.items()}
         yield ipc.receive(_only(body, bucket), CUDA_IPC + json.dumps(alone), staging)
-
-
-def _listed(told: Any) -> list[Any]:
-    """Handles of the buckets, told alone or with more."""
-    return list(told["buckets"] if isinstance(told, dict) else told)
-
-
-def _only_handle(told: Any, number: int) -> Any:
-    one = [_listed(told)[number]]
-    return {**told, "buckets": one} if isinstance(told, dict) else one
 
 
 def _only(body: Mapping[str, Any], bucket: Bucket) -> dict[str, Any]:
