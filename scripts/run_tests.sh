@@ -8,8 +8,9 @@ if [ "${1:-}" = soak ]; then
     marked="soak and not gpu"
     # Chaos mostly waits, policies mostly compute. Those have a process a file: worlds of ranks leave gloo's threads behind, 2,300
     # of them in one process, which then spends a third of its time in the kernel.
-    first=(tests/chaos tests/unit tests/contract tests/integration "--ignore-glob=*/integration/test_policy_*")
-    second=(tests/integration/test_policy_*.py)
+    # Tests of sounds are with them so that both lanes take about as long.
+    first=(tests/chaos tests/unit tests/contract tests/integration "--ignore-glob=*/integration/test_policy_*" "--ignore-glob=*/integration/test_*_sounds.py")
+    second=(tests/integration/test_policy_*.py tests/integration/test_{openai,worker}_sounds.py)
     apart=1
 else
     marked="not soak and not gpu"
