@@ -1,10 +1,11 @@
 """What a policy's step costs: media encoded once or for every reference, packed or padded, one backend or the other.
 
 `python bench/policy/unique_media.py` (minutes, one core); `--device cuda` (one GPU, a random model of 2 B; `--dtype bfloat16`).
-`--only`, `--groups` and `--backend` pick; `--side N` makes pictures of N x N patches, `--recompute` makes room for them. Both
-sides of a ratio run in one process. `naive` gives every reference a key of its own, so that its medium is encoded for it alone;
-all else is the same code. Memory: on a GPU the peak of allocated bytes above what was held; on a CPU the bytes that autograd
-keeps for the backward pass. Export: bytes of tensors made whole, a second; no wire.
+`--only`, `--groups` and `--backend` pick; `--side N` makes pictures of N x N patches, `--recompute` makes room for them;
+`--decoder 0.5B` puts the decoder of a 0.5 B model behind the same tower. Both sides of a ratio run in one process. `naive` gives
+every reference a key of its own, so that its medium is encoded for it alone; all else is the same code. Memory: on a GPU the peak
+of allocated bytes above what was held; on a CPU the bytes that autograd keeps for the backward pass. Export: bytes of tensors
+made whole, a second; no wire.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "budget": 32768,
     },
 }
+DECODERS: dict[str, dict[str, Any]] = {
+    "1.5B": {},
+    "0.5B": {"hidden": 896, "inner": 4864, "layers": 24, "heads": 14},
+}
+"""On a GPU, of which published models (Qwen2.5) the decoder has the widths."""
 
 
 def write_model(folder: Path, size: dict[str, Any], device: str) -> None:
@@ -297,6 +303,7 @@ def main() -> None:
         "--groups", type=int, nargs="+", default=(1, 4, 16), help="samples that share a picture"
     )
     parser.add_argument("--side", type=int, default=None, help="patches of a picture's side, even")
+    parser.add_argument("--decoder", choices=tuple(DECODERS), default="1.5B", help="with --device cuda")
     parser.add_argument("--recompute", action="store_true", help="layers compute again in the backward pass")
     parser.add_argument("--only", choices=("media", "packing", "export"), action="append")
     args = parser.parse_args()
@@ -306,7 +313,8 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_model(folder, SIZES[args.device], args.device)
+        size = SIZES[args.device] | (DECODERS[args.decoder] if args.device == "cuda" else {})
+        write_model(folder, size, args.device)
         parts = {"media": media_rows, "packing": packing_rows, "export": export_row}
         for name in args.only or parts:
             parts[name](folder, args)

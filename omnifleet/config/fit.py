@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from omnifleet.config.recipe import Recipe
 
 
+SETS_WITH_SOUNDS = ("avqa",)
+
+
 def check_backend(recipe: Recipe) -> None:
     """What the megatron backend can run; a plan is not asked."""
     if recipe.trainer.backend != "megatron":
@@ -82,6 +85,16 @@ def check_replay(recipe: Recipe) -> None:
         )
 
 
+def check_quantised(recipe: Recipe) -> None:
+    """An engine with quantised weights samples from another policy than the trainer's: the loss has to know."""
+    quantization, objective = recipe.rollout.engine.arguments.get("quantization"), recipe.objective
+    if quantization and not objective.corrects_for_the_sampler:
+        raise ValueError(
+            f"rollout.engine.arguments.quantization {quantization}: replies are not sampled from the policy that trains, and "
+            "nothing in the objective corrects for that; set objective.importance_correction = true"
+        )
+
+
 def check_adapters(recipe: Recipe) -> None:
     """Adapters train alone."""
     if recipe.trainer.lora is not None and recipe.model.freeze:
@@ -134,6 +147,19 @@ def check_tasks(recipe: Recipe) -> None:
         )
 
 
+def check_sounds(recipe: Recipe) -> None:
+    """Rows with sounds, engines that take them."""
+    heard = [
+        split
+        for split in (*recipe.data.train_sets, *recipe.data.heldout_sets)
+        if split.dataset in SETS_WITH_SOUNDS
+    ]
+    if heard and not recipe.rollout.engine.sounds_per_prompt:
+        raise ValueError(
+            f"data: {heard[0].dataset} asks about sounds, rollout.engine.sounds_per_prompt is 0: set it to 1"
+        )
+
+
 def check_filters(recipe: Recipe) -> None:
     """What is sampled is what the trainer computes."""
     filtered = recipe.sampling.top_p < 1 or recipe.sampling.top_k > 0
@@ -174,5 +200,15 @@ def check_loop(recipe: Recipe) -> None:
         )
 
 
-CHECKS = (check_turns, check_replay, check_adapters, check_lengths, check_tasks, check_filters, check_loop)
+CHECKS = (
+    check_turns,
+    check_replay,
+    check_quantised,
+    check_adapters,
+    check_lengths,
+    check_tasks,
+    check_sounds,
+    check_filters,
+    check_loop,
+)
 """Of every recipe, in this order."""

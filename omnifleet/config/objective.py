@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from omnifleet.config.base import StrictModel
 
 RejectionRule = Literal["sequence", "geometric", "k2", "k3", "veto"]
+_SAMPLER_SURROGATES = ("aipo", "topr", "dppo_tv")
+"""Their ratios are to the policy that sampled."""
 
 
 class RejectionConfig(StrictModel):
@@ -204,6 +206,15 @@ class ObjectiveConfig(StrictModel):
         """True if samples may leave the loss by what a pass before the first update says."""
         return bool(self.rejection) or self.sequence_error_threshold is not None
 
+    @property
+    def corrects_for_the_sampler(self) -> bool:
+        """True if the loss weighs tokens by how likely the policy was to say what the engine said."""
+        return self.importance_correction or self._corrects_by_itself
+
+    @property
+    def _corrects_by_itself(self) -> bool:
+        return self.surrogate in _SAMPLER_SURROGATES or self.old_policy == "generation"
+
     @model_validator(mode="after")
     def _combinations(self) -> ObjectiveConfig:
         problems = [*self._of_the_surrogate(), *self._of_the_weights(), *self._of_advantages_and_kl()]
@@ -225,8 +236,8 @@ class ObjectiveConfig(StrictModel):
             )
 
     def _of_the_weights(self) -> Iterator[str]:
-        own = self.surrogate in ("aipo", "topr", "dppo_tv")
-        if (own or self.old_policy == "generation") and self.importance_correction:
+        if self._corrects_by_itself and self.importance_correction:
+            own = self.surrogate in _SAMPLER_SURROGATES
             name = f"surrogate = {self.surrogate}" if own else "old_policy = generation"
             yield f"{name} already corrects for the policy that sampled: set objective.importance_correction = false"
         for name, on in (

@@ -59,6 +59,17 @@ def test_every_problem_is_told_at_once() -> None:
             {"objective": {"truncation": "tis", "importance_correction": False}},
             "importance_correction = true",
         ),
+        (
+            {
+                "rollout": {"engine": {"arguments": {"quantization": "fp8"}}},
+                "objective": {"importance_correction": False},
+            },
+            "set objective.importance_correction = true",
+        ),
+        (
+            {"data": {key: {"dataset": "avqa", "path": "/x"} for key in ("train", "heldout")}},
+            "rollout.engine.sounds_per_prompt is 0",
+        ),
         ({"gateway": {"heartbeat_s": 9.0}}, "heartbeat_s 9.0 < suspect_after_s"),
         ({"rollout": {"workers": 9}}, "max_workers"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from omnifleet.config.services import EngineConfig
 from omnifleet.errors import OmnifleetError, Reason
-from omnifleet_rollout.engine.vllm_compat import CHECKED, check, extra_outputs, is_mixture
+from omnifleet_rollout.engine.vllm_compat import CHECKED, check, check_quantisation, extra_outputs, is_mixture
 
 OLD, NEW = CHECKED["0.25.1"], CHECKED["0.32.0"]
 MOE, DENSE = {"text_config": {"num_experts": 128}}, {"text_config": {"hidden_size": 64}}
@@ -64,6 +64,22 @@ def test_router_replay_and_masks_are_refused_where_they_are_not() -> None:
             extra_outputs(config, release, model, cpu=cpu)
         assert refused.value.reason is Reason.UNSUPPORTED and words in refused.value.message
         assert refused.value.knob.startswith("rollout.engine.return_")
+
+
+def test_only_quantised_engines_that_refits_reach_start() -> None:
+    check_quantisation(None, DENSE, cpu=True)
+    check_quantisation("fp8", DENSE, cpu=False)
+    shipped = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
+    cases = [
+        ("fp8", DENSE, True, "on a CPU"),
+        ("awq", DENSE, False, "with fp8 only"),
+        ("fp8", shipped, False, "quantised already"),
+        ("fp8", shipped["text_config"], False, "quantised already"),
+    ]
+    for quantization, model, cpu, words in cases:
+        with pytest.raises(OmnifleetError, match=words) as refused:
+            check_quantisation(quantization, model, cpu=cpu)
+        assert refused.value.reason is Reason.UNSUPPORTED and refused.value.knob
 
 
 def test_a_mixture_is_told_by_its_experts() -> None:

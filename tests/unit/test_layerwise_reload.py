@@ -149,6 +149,31 @@ def test_a_layer_that_no_weight_reached_is_named_and_not_left_old(
     assert caught.value.reason is Reason.ENGINE_ERROR
 
 
+def test_scales_of_attention_are_for_no_loader_to_reach() -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    class Scales(Attention):  # type: ignore[misc]
+        """As it is where an engine is quantised, and without all else."""
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.k_scale = nn.Parameter(torch.tensor(-1.0))
+
+        def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
+
+    class Quantised(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp1 = nn.Sequential()
+            self.vision_final_layernorm = nn.Identity()  # type: ignore[assignment]
+            self.attention = Scales()
+
+    model = made(Quantised)
+    reload(model, {name: p for name, p in sources(model, 3.0).items() if name != "attention.k_scale"})
+    assert torch.equal(model.language.weight, torch.full((WIDE, WIDE), 3.0))
+    assert float(model.attention.k_scale) == -1
+
+
 @pytest.mark.parametrize("breaks_after", range(1, 10))
 def test_what_a_load_brought_that_broke_half_way_does_not_count_towards_the_next(breaks_after: int) -> None:
     model = made(Fused)

@@ -162,10 +162,16 @@ def test_computed_values_and_looks_at_values_make_no_plan() -> None:
             if name == "scale" and w.sum().item() > 0:
                 super().place(name, w)
 
+    class Lost(Sharded):
+        def place(self, name: str, w: torch.Tensor) -> None:
+            super().place(name, w.quantised)  # type: ignore[attr-defined]
+
     with pytest.raises(NotPlannable, match="computed values, first: turned"):
         planned(Computing(0))
-    with pytest.raises(NotPlannable, match="needs the values"):
+    with pytest.raises(NotPlannable, match="without values: RuntimeError"):
         planned(Looking(0))
+    with pytest.raises(NotPlannable, match="without values: AttributeError"):
+        planned(Lost(0))
 
 
 def test_a_plan_takes_no_tensor_of_another_shape_and_its_key_names_build_model_and_table() -> None:

@@ -103,15 +103,20 @@ class OmnifleetExtension:
     def _omni_plan(self, model: torch.nn.Module, rank: int, kept: KeptPlans) -> tuple[Plan | None, bool]:
         """Where source slices land, and whether that was checked: kept from an earlier start, else learnt now.
 
-        None where the engine packs its weights, or the loader can't be followed.
+        None where the engine packs or quantises its weights, or the loader can't be followed.
         """
         if os.environ.get(PLAN_ENV) == "0" or torch.device(self.device).type != "cuda":
+            return None, False
+        if self.model_config.quantization:
+            log.info(
+                "refits take the loader path: weights are quantised (%s)", self.model_config.quantization
+            )
             return None, False
         table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in self._omni.table.items()}
         world = self.vllm_config.parallel_config.world_size
         build = (
             f"vllm {vllm_version()} torch {torch.__version__} {torch.cuda.get_device_name(self.device)} "
-            f"{self.model_config.dtype} {self.model_config.quantization} rank {rank} of {world} "
+            f"{self.model_config.dtype} rank {rank} of {world} "
             f"{digest_bytes((Path(self.model_config.model) / 'config.json').read_bytes(), 'refit-model')}"
         )
         found = kept.find(plan_key(model, table, build), model)

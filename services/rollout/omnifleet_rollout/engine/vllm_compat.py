@@ -20,6 +20,8 @@ from omnifleet.config.services import EngineConfig
 from omnifleet.errors import OmnifleetError, Reason
 
 OLDEST, BEYOND = Version("0.25.1"), Version("0.33")
+REFITTED = ("fp8",)
+"""`quantization` of engines that refits were seen to reach, byte for byte what a fresh engine quantises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,43 @@ def extra_outputs(
     return arguments
 
 
+def check_quantisation(quantization: str | None, model: Mapping[str, Any], *, cpu: bool) -> None:
+    """Whether refits reach an engine with this `quantization`, vLLM's resolved one; `model` is the checkpoint's config.json.
+
+    A trainer sends whole tensors in the checkpoint's dtypes, and the engine's loader makes them small as at its start. Raises
+    UNSUPPORTED where it does not, or where nobody has seen it do so.
+    """
+    if quantization is None:
+        return
+    knob = "rollout.engine.arguments.quantization"
+    if any(part.get("quantization_config") for part in _parts(model)):
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"the checkpoint holds weights that are quantised already ({quantization}), which no trainer sends: "
+            f"start from the one that is not, with {knob} = {' or '.join(REFITTED)}",
+            knob="model.path",
+        )
+    if cpu:
+        raise OmnifleetError(
+            Reason.UNSUPPORTED, f"{knob} = {quantization}: engines on a CPU are not quantised", knob=knob
+        )
+    if quantization not in REFITTED:
+        raise OmnifleetError(
+            Reason.UNSUPPORTED,
+            f"{knob} = {quantization}: refits were seen to reach engines with {' or '.join(REFITTED)} only",
+            knob=knob,
+        )
+
+
 def is_mixture(config: Mapping[str, Any]) -> bool:
     """Whether a config.json, or the part of its language model, names experts."""
-    parts = [config, *(config.get(name) or {} for name in ("text_config", "llm_config", "language_config"))]
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(int(part.get(name) or 0) > 1 for part in parts for name in names)
+    return any(int(part.get(name) or 0) > 1 for part in _parts(config) for name in names)
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A config.json, and the part of its language model under any of its names."""
+    return [config, *(config.get(name) or {} for name in ("text_config", "llm_config", "language_config"))]
 
 
 def _has_miss_signal() -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from omnifleet.config.services import EngineConfig, RolloutConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet_rollout.engine.checkpoint import read_config
-from omnifleet_rollout.engine.vllm_compat import Compatibility, extra_outputs
+from omnifleet_rollout.engine.vllm_compat import Compatibility, check_quantisation, extra_outputs
 from omnifleet_rollout.engine.vllm_nemotron import published_names
 from omnifleet_rollout.quiet import quiet_libraries
 
@@ -44,7 +44,7 @@ def launch(
     """Start the engine processes and wait for them; returns the AsyncLLM.
 
     on_stats: called after each engine step with (running, waiting, share of KV blocks in use). Raises what vLLM raises,
-    and UNSUPPORTED for an output that this engine cannot return.
+    and UNSUPPORTED for an output that this engine cannot return, or weights that refits could not reach.
     """
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -90,6 +90,8 @@ def launch(
 
             torch._dynamo.config.disable = True
     vllm_config = args.create_engine_config()
+    quantization = vllm_config.model_config.quantization
+    check_quantisation(quantization, read_config(model), cpu=current_platform.is_cpu())
     if current_platform.is_cpu():
         # vLLM's CPU platform asks for spawn, for the thread binding that we switch off. A fork inherits the imports.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

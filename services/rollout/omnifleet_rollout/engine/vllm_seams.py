@@ -183,8 +183,10 @@ def keep_generators(runner: Any) -> None:
 def unreached_layers(model: torch.nn.Module, *, tied: bool) -> list[str]:
     """Between load and finalize: layers with weights of their own that no tensor reached; they would keep the old ones.
 
-    Left out: attention (vLLM finalizes it on its own), with tied embeddings the head, and layers of UNLOADED alone.
+    Left out: attention (vLLM finalizes it on its own; where an engine is quantised it has scales, which no checkpoint needs to
+    hold), with tied embeddings the head, and layers of UNLOADED alone.
     """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -193,7 +195,8 @@ def unreached_layers(model: torch.nn.Module, *, tied: bool) -> list[str]:
         info = get_layerwise_info(layer)
         waiting = info.can_load() and info.load_numel <= 0 and (info.load_numel_total or 0) > 0
         own = {own for own, _ in layer.named_parameters(recurse=False)} - constant
-        if waiting and own and not (tied and isinstance(layer, ParallelLMHead)):
+        excused = isinstance(layer, (Attention, MLAAttention)) or (tied and isinstance(layer, ParallelLMHead))
+        if waiting and own and not excused:
             names.append(name)
     return names
 
