@@ -3,6 +3,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# Services, engines and ranks are many processes: without bytecode on disk each compiles vLLM's and Megatron's sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 CODE := omnifleet lib/refit/omnifleet_refit services/media/omnifleet_media services/rollout/omnifleet_rollout \

@@ -10,7 +10,7 @@ if [ "${1:-}" = soak ]; then
     # of them in one process, which then spends a third of its time in the kernel.
     # Tests of sounds are with them so that both lanes take about as long.
     first=(tests/chaos tests/unit tests/contract tests/integration "--ignore-glob=*/integration/test_policy_*" "--ignore-glob=*/integration/test_*_sounds.py")
-    second=(tests/integration/test_policy_*.py tests/integration/test_{openai,worker}_sounds.py)
+    mapfile -t second < <(grep -l 'mark\.soak' tests/integration/test_policy_*.py tests/integration/test_{openai,worker}_sounds.py)
     apart=1
 else
     marked="not soak and not gpu"
