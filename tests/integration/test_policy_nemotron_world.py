@@ -78,7 +78,7 @@ def test_two_ranks_train_as_one(
 
 
 def test_two_ranks_train_in_bfloat16_as_one(tmp_path: Path) -> None:
-    """To 5 %. A router that rounds otherwise chooses otherwise, by 0.3 nats on some processors: here every token goes to all."""
+    """To 5 %, logprobs to 1 %. A router that rounds otherwise chooses otherwise, by 0.3 nats: here every token goes to all."""
     source, changes = tmp_path / "model", {"dtype": "bfloat16", "recompute": True}
     write_hybrid(source, pattern=MIXED, hidden=128)
     with_tower_heads(source, 2)
@@ -91,7 +91,7 @@ def test_two_ranks_train_in_bfloat16_as_one(tmp_path: Path) -> None:
         finally:
             policy.close()
     alone, shared = found
-    close_to(shared.logprobs, alone.logprobs, rtol=3e-3)
+    close_to(shared.logprobs, alone.logprobs, rtol=1e-2)
     for ours, theirs in zip(shared.steps, alone.steps, strict=True):
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=5e-2, abs=5e-3), name

@@ -108,7 +108,7 @@ def reload(model: nn.Module, weights: Sources, *, breaks_after: int = 0) -> None
 
     extension: Any = OmnifleetExtension()
     extension._omni = SimpleNamespace(table=weights, everything=everything)
-    extension.model_config = SimpleNamespace(hf_text_config=SimpleNamespace())
+    extension.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(), dtype=torch.float32)
     with torch.no_grad():
         extension._omni_reload(model)
 
@@ -164,7 +164,7 @@ def test_scales_of_attention_are_for_no_loader_to_reach() -> None:
     class Quantised(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.mlp1 = nn.Sequential()
+            self.tower, self.mlp1 = nn.ModuleList(), nn.Sequential()
             self.vision_final_layernorm = nn.Identity()  # type: ignore[assignment]
             self.attention = Scales()
 
