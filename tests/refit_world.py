@@ -44,6 +44,40 @@ from tests.refit_model import MOVES, Small, Tensors, loaded, scores, tensors
 BUCKET_BYTES = 16 << 10
 DEADLINE_S = 20.0
 CPU = torch.device("cpu")
+TRANSPORTS = ("shm", "nccl", "cuda_ipc")
+
+
+def load_small(model: Small, source: Weights) -> None:
+    """What stands for an engine's own loader."""
+    model.load_weights(source.everything())
+
+
+def small_stager(
+    model: Small,
+    checkpoint: Path,
+    device: torch.device,
+    rank: int,
+    load: Callable[[Small, Weights], None] = load_small,
+    planned: bool = True,
+    kept: KeptPlans | None = None,
+) -> Stager:
+    """The stager of one rank, which holds the checkpoint's weights."""
+    source = Weights(checkpoint)
+    table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in source.table.items()}
+    build = f"small {model.rank} of {model.ranks}"
+    found = kept.find(plan_key(model, table, build), model) if kept is not None else None
+    plan = found or record(model, model.load_weights, table, build) if planned else None
+    model.load_weights(tensors(-1).items())
+    loading = partial(load, model, source)
+    return Stager(model, source, plan, loading, device, rank, kept=kept, checked=found is not None)
+
+
+def small_holds(model: Small, weights: Tensors) -> bool:
+    """True if the parameters are what a fresh module makes of these tensors, byte for byte."""
+    return all(
+        torch.equal(model.state_dict()[name].cpu().view(torch.uint8), value.view(torch.uint8))
+        for name, value in loaded(weights, model.rank, model.ranks).items()
+    )
 
 
 class SmallEngine(FakeEngine):
@@ -77,17 +111,10 @@ class SmallEngine(FakeEngine):
         ]
         self.stager = self.stagers[0]
         sparse = all(stager.takes_sparse for stager in self.stagers)
-        self._facts = replace(self._facts, transports=("shm", "nccl"), ranks=len(self.stagers), sparse=sparse)
+        self._facts = replace(self._facts, transports=TRANSPORTS, ranks=len(self.stagers), sparse=sparse)
 
     def _stager(self, checkpoint: Path, index: int, planned: bool, kept: KeptPlans | None) -> Stager:
-        model, source = self.models[index], Weights(checkpoint)
-        table = {name: (DTYPES[dtype], shape) for name, (dtype, shape) in source.table.items()}
-        build = f"small {model.rank} of {model.ranks}"
-        found = kept.find(plan_key(model, table, build), model) if kept is not None else None
-        plan = found or record(model, model.load_weights, table, build) if planned else None
-        model.load_weights(tensors(-1).items())
-        load = partial(self._load, model, source)
-        return Stager(model, source, plan, load, self._device, index, kept=kept, checked=found is not None)
+        return small_stager(self.models[index], checkpoint, self._device, index, self._load, planned, kept)
 
     def _load(self, model: Small, source: Weights) -> None:
         for number, (name, tensor) in enumerate(source.everything()):
@@ -182,11 +209,7 @@ class Receiving:
 
     def has(self, weights: Tensors) -> bool:
         """True if the worker serves and its parameters are what a fresh module makes of these tensors, byte for byte."""
-        return not self.standing.fence and all(
-            torch.equal(model.state_dict()[name].cpu().view(torch.uint8), value.view(torch.uint8))
-            for model in self.engine.models
-            for name, value in loaded(weights, model.rank, model.ranks).items()
-        )
+        return not self.standing.fence and all(small_holds(model, weights) for model in self.engine.models)
 
     def whole(self) -> bool:
         """The property: it serves nothing, or exactly the one version that it says. A version's number is its step."""
@@ -208,22 +231,25 @@ async def receiving(
         workers = []
         for number in range(count):
             engine = SmallEngine(checkpoint, planned=planned, plans=plans, ranks=ranks, device=device)
-            await engine.start()
-            gate = Gate(Standing(f"w{number}", base_version(engine.facts.tensors)), limit=8)
-            counters = Counters(f"t{number}")
-            receiver = Receiver(engine, gate, counters)
-            worker = Receiving(f"w{number}", engine, gate, receiver, counters=counters)
-
-            def register(server: object, worker: Receiving = worker) -> None:
-                servicer = RefitServicer(worker.engine, worker.receiver, worker.gate)
-                refit_pb2_grpc.add_RefitServicer_to_server(servicer, server)
-
-            worker.address = await stack.enter_async_context(
-                serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0)
-            )
-            worker.client = await stack.enter_async_context(RefitClient.open(worker.address))
-            workers.append(worker)
+            workers.append(await stack.enter_async_context(served(engine, f"w{number}", f"t{number}")))
         yield workers
+
+
+@asynccontextmanager
+async def served(engine: Any, name: str, counting: str = "test") -> AsyncIterator[Receiving]:
+    """A worker with a Refit service around an engine, and a client of it. counting: name of its counters."""
+    await engine.start()
+    gate = Gate(Standing(name, base_version(engine.facts.tensors)), limit=8)
+    counters = Counters(counting)
+    worker = Receiving(name, engine, gate, Receiver(engine, gate, counters), counters=counters)
+
+    def register(server: object) -> None:
+        servicer = RefitServicer(worker.engine, worker.receiver, worker.gate)
+        refit_pb2_grpc.add_RefitServicer_to_server(servicer, server)
+
+    async with serving("127.0.0.1:0", register, tokens=OPEN, knob="test", grace_s=0) as worker.address:
+        async with RefitClient.open(worker.address) as worker.client:
+            yield worker
 
 
 class Sender:

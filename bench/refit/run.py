@@ -1,5 +1,6 @@
 """Refit, measured: `python bench/refit/run.py` on a CPU, with `--device cuda` on GPUs (two: `nccl`; one: `cuda_ipc`).
 
+Engines of several ranks: `--device cuda --tp 2 --transport cuda_ipc` on two GPUs, with `nccl` on three.
 One table. GB/s on GPUs: bytes delivered (and verified, where it says so) over the time from the first bucket to the commit;
 gate: the longest time without any token of eight running requests.
 """
@@ -19,11 +20,13 @@ RECEIVERS = (64, 512)
 MODEL_BYTES, MODEL_BUCKET = 16.6e9, 256 << 20
 
 
-def print_gpu(sizes: list[str], times: int) -> None:
+def print_gpu(sizes: list[str], times: int, transport: str | None, tp: int) -> None:
     """Stock and ours at each size, with the ratios."""
     import gpu
+    import torch
 
-    raw, rows = asyncio.run(gpu.measure(sizes, times))
+    setup = gpu.Setup(transport or ("nccl" if torch.cuda.device_count() > 1 else "cuda_ipc"), tp)
+    raw, rows = asyncio.run(gpu.measure(sizes, times, setup))
     print(f"\nraw: {raw:.1f} GB/s; medians of {times}")
     print("| size | path | GB | s | GB/s | of raw | of stock | gate ms | commit ms | pack ms |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -65,10 +68,17 @@ def print_model(link: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "2B", "7B"])
+    parser.add_argument(
+        "--sizes", nargs="+", help="default: tiny 2B 7B; with --tp, whose heads tiny lacks, 2B 7B"
+    )
     parser.add_argument("--times", type=int, default=5)
+    parser.add_argument(
+        "--transport", choices=["nccl", "cuda_ipc"], help="default: nccl, on one GPU cuda_ipc"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each engine")
     options = parser.parse_args()
     if options.device == "cuda":
-        print_gpu(options.sizes, options.times)
+        sizes = options.sizes or (["tiny"] * (options.tp == 1) + ["2B", "7B"])
+        print_gpu(sizes, options.times, options.transport, options.tp)
     else:
         print_cpu(options.times)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -68,14 +68,20 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Buckets on the worker's own GPU: GPU uuid -> JSON of their handles."""
+    """Buckets on a GPU of the worker's host. handles: GPU uuid -> JSON of their handles.
+
+    places: tensor -> (bucket, offset in bytes), where workers cut slices out of these buckets; else they are the manifest's.
+    """
 
     handles: Mapping[str, str]
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def enter(self, request: refit_pb2.StageRequest) -> None:
         """See `Source`."""
         for gpu, fields in self.handles.items():
             request.cuda_ipc.handles[gpu] = fields.encode()
+        for name, (bucket, offset) in self.places.items():
+            request.cuda_ipc.places.add(name=name, bucket=bucket, offset=offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class RefitConfig(StrictModel):
     """How weights travel from the trainer to the engines; see docs/refit.md."""
 
     transport: Literal["shm", "nccl", "cuda_ipc"] = "shm"
-    """shm: files in shared memory of one host. nccl: broadcast between GPUs (gloo without GPUs). cuda_ipc: same GPU."""
+    """shm: files in shared memory of one host. nccl: broadcast between GPUs (gloo without GPUs). cuda_ipc: mapped by engines
+    on GPUs of the trainer's host, its own or others."""
     rolling: bool = False
     """Commit worker after worker, so that the fleet never pauses as a whole."""
     host: str = ""

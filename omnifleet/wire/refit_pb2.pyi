@@ -129,8 +129,18 @@ class NcclTransport(_message.Message):
     rank_offset: int
     def __init__(self, master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., unique_id: _Optional[bytes] = ..., world_size: _Optional[int] = ..., rank_offset: _Optional[int] = ...) -> None: ...
 
+class Place(_message.Message):
+    __slots__ = ("name", "bucket", "offset")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bucket: int
+    offset: int
+    def __init__(self, name: _Optional[str] = ..., bucket: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
 class CudaIpcTransport(_message.Message):
-    __slots__ = ("handles",)
+    __slots__ = ("handles", "places")
     class HandlesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -139,8 +149,10 @@ class CudaIpcTransport(_message.Message):
         value: bytes
         def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     HANDLES_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.ScalarMap[str, bytes]
-    def __init__(self, handles: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    places: _containers.RepeatedCompositeFieldContainer[Place]
+    def __init__(self, handles: _Optional[_Mapping[str, bytes]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

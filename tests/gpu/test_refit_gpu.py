@@ -1,7 +1,7 @@
 """On a GPU machine: refits of real engines, checked byte by byte; the way back, kept plans, loans.
 
-One GPU: transport `cuda_ipc`. Two: `nccl` too, the trainer's half on the first and the engine on the second. Three: an
-engine of two ranks, which are sent slices.
+One GPU: transport `cuda_ipc`. Two: `nccl` too, the trainer's half on the first and the engine on the second; and an engine of
+two ranks, one on the trainer's GPU, which cut slices out of what is lent. Three: one of two ranks that are sent slices.
 Run: python -m pytest tests/gpu/test_refit_gpu.py -m gpu
 """
 
@@ -28,6 +28,7 @@ from omnifleet_refit.group import Meeting
 from omnifleet_trainer.refit.broadcast import BroadcastSender
 from omnifleet_trainer.refit.courier import Courier, Order
 from omnifleet_trainer.refit.guard import Canary, Guard
+from omnifleet_trainer.refit.lender import lend
 from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
 from tests.gpu.refit_engine import ENGINE, checkpoint, engine_on, logprobs_of, moved, nudged, refit_client
 from tests.refit_registry import Registry
@@ -46,9 +47,7 @@ async def staged(client: RefitClient, snapshot: Snapshot, shipment: Shipment, co
         outcome = (await courier.stage({"w": Order(client, shipment)}, buckets, DEADLINE_S))["w"]
         assert isinstance(outcome, str), outcome
         return outcome
-    from omnifleet_trainer.refit.handles import handles
-
-    return await client.stage(shipment.manifest, handles(buckets, snapshot.device), deadline_s=DEADLINE_S)
+    return await client.stage(shipment.manifest, lend(buckets), deadline_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "NCL_03_tied"])
@@ -253,11 +252,14 @@ async def test_a_second_engine_begins_with_the_kept_plan_and_takes_its_weights_f
         assert await second.by_plan() == 2
 
 
-async def test_two_ranks_are_sent_slices_and_hold_what_fresh_ranks_load(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 3:
-        pytest.skip("needs three GPUs")
+@pytest.mark.parametrize(("transport", "gpus"), [("cuda_ipc", "0,1"), ("nccl", "1,2")])
+async def test_two_ranks_take_slices_and_hold_what_fresh_ranks_load(
+    tmp_path: Path, transport: str, gpus: str
+) -> None:
+    if torch.cuda.device_count() <= int(gpus[-1]):
+        pytest.skip("needs two GPUs, for nccl three")
     two = {"tensor_parallel_size": 2}
-    async with fleet_in(tmp_path, "nccl", ranks=2, gpus="1,2", settings=two) as fleet:
+    async with fleet_in(tmp_path, transport, ranks=2, gpus=gpus, settings=two) as fleet:
         async with fleet.joined("two") as worker:
             for step in range(3):
                 report = await fleet.publish()
@@ -269,7 +271,7 @@ async def test_two_ranks_are_sent_slices_and_hold_what_fresh_ranks_load(tmp_path
             ours = await worker.engine._rpc_all("omni_digests")
         shutil.copytree(tmp_path / "model", tmp_path / "exported")
         save_file(fleet.believed, tmp_path / "exported" / "model.safetensors", metadata={"format": "pt"})
-        async with engine_on("1,2", tmp_path / "exported", **two) as fresh:
+        async with engine_on(gpus, tmp_path / "exported", **two) as fresh:
             theirs = await fresh._rpc_all("omni_digests")
     assert len(ours) == 2
     for mine, other in zip(ours, theirs, strict=True):

@@ -17,13 +17,14 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from omnifleet.client.refit import RefitClient, Source
+from omnifleet.client.refit import RefitClient
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.types import FinishReason, InFlight, Sampling, WeightVersion
 from omnifleet_refit.group import Meeting
 from omnifleet_rollout.engine.port import EngineRequest
 from omnifleet_rollout.refit.shadow import LIMIT_ENV
 from omnifleet_trainer.refit.courier import Courier, Order, Outcome
+from omnifleet_trainer.refit.lender import lend
 from omnifleet_trainer.refit.snapshot import Shipment, Snapshot
 from tests.gpu.refit_engine import checkpoint, engine_on, moved, refit_client
 
@@ -69,11 +70,8 @@ class Trainer:
         order = Order(client, shipment, 1, in_place)
         if self.courier is not None:
             return (await self.courier.stage({"w": order}, buckets, DEADLINE_S))["w"]
-        from omnifleet_trainer.refit.handles import handles
-
-        source: Source = handles(buckets, DEVICE)
         try:
-            return await order.stage(source, DEADLINE_S)
+            return await order.stage(lend(buckets), DEADLINE_S)
         except OmnifleetError as error:
             return error
 

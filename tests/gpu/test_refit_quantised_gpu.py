@@ -17,7 +17,7 @@ from omnifleet.client.refit import RefitClient
 from omnifleet.types import InFlight, WeightVersion
 from omnifleet_rollout.refit.shadow import LIMIT_ENV
 from omnifleet_trainer.refit.courier import Order
-from omnifleet_trainer.refit.handles import handles
+from omnifleet_trainer.refit.lender import lend
 from omnifleet_trainer.refit.snapshot import Snapshot
 from tests.gpu.refit_engine import checkpoint, engine_on, moved, nudged, refit_client
 
@@ -61,9 +61,7 @@ async def test_a_quantised_engine_holds_what_a_fresh_one_makes_of_the_same_weigh
                 assert sparse is not None
                 shipment = sparse
             buckets = snapshot.contents(shipment)
-            digest = await client.stage(
-                shipment.manifest, handles(buckets, snapshot.device), deadline_s=DEADLINE_S
-            )
+            digest = await client.stage(shipment.manifest, lend(buckets), deadline_s=DEADLINE_S)
             commit = await client.commit(digest, InFlight.RECOMPUTE, deadline_s=DEADLINE_S)
             parent, held = commit.version, dict(snapshot.digests)
         assert (await engine._rpc("omni_counters"))["refits_by_plan"] == 0
@@ -93,6 +91,6 @@ async def refitted_in_place(client: RefitClient, weights: dict[str, Any], trains
     snapshot = Snapshot(DEVICE, 1 << 20)
     snapshot.pack(((name, t.to(DEVICE)) for name, t in weights.items()), trains)
     shipment = snapshot.shipment(WeightVersion("r", "l", 1), None, None, True)
-    source: Any = handles(snapshot.contents(shipment), DEVICE)
+    source: Any = lend(snapshot.contents(shipment))
     outcome = await Order(client, shipment, 1, InFlight.RECOMPUTE).stage(source, DEADLINE_S)
     assert isinstance(outcome, str), outcome

@@ -12,7 +12,7 @@ import uvloop
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet_rollout.refit.background import Background, short_turns
-from omnifleet_rollout.refit.door import Door, Tell, ask_for_tensors, knock
+from omnifleet_rollout.refit.door import Door, Tell, ask_for_tensors, knock, knock_all
 
 
 def no_export(path: str, tensors: Sequence[tuple[str, str]]) -> int:
@@ -74,6 +74,36 @@ async def test_two_orders_are_answered_each_by_itself() -> None:
     tells["one"](1)
     assert await one == 1
     door.close()
+
+
+async def test_all_ranks_have_ended_before_a_refusal_is_told_but_where_they_wait_for_one_another() -> None:
+    tells: list[Tell] = []
+    knocked = threading.Event()
+
+    def begin(manifest: str, source: str, tell: Tell, in_place: bool) -> None:
+        tells.append(tell)
+        knocked.set()
+
+    def refuse(manifest: str, source: str, tell: Tell, in_place: bool) -> None:
+        raise OmnifleetError(Reason.REFIT_REJECTED, "no")
+
+    doors = [Door(begin, no_export), Door(refuse, no_export)]
+    names = [door.name for door in doors]
+    with pytest.raises(OmnifleetError, match="no"):
+        await knock_all(names, "{}", "group://h:1/n?rank=1&size=3&deadline_s=1")
+    await asyncio.to_thread(knocked.wait, 10)
+    tells.pop()(1)
+    knocked.clear()
+    lent = asyncio.create_task(knock_all(names, "{}", "cuda-ipc:[]"))
+    await asyncio.to_thread(knocked.wait, 10)
+    with pytest.raises(OmnifleetError, match="no"):  # a whole order later, it is still waiting
+        await knock(names[1], "{}", "cuda-ipc:[]")
+    assert not lent.done()
+    tells.pop()(1)
+    with pytest.raises(OmnifleetError, match="no"):
+        await lent
+    for door in doors:
+        door.close()
 
 
 async def test_a_door_that_is_not_there_is_a_lost_worker() -> None:

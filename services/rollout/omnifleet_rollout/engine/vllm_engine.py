@@ -31,7 +31,7 @@ from omnifleet_rollout.engine.vllm_compat import check, look
 from omnifleet_rollout.engine.vllm_generation import Generation
 from omnifleet_rollout.engine.vllm_launch import launch, set_environment, vllm_version
 from omnifleet_rollout.engine.vllm_media import PromptMedia
-from omnifleet_rollout.refit.door import ask_for_tensors, knock
+from omnifleet_rollout.refit.door import ask_for_tensors, knock_all
 
 log = logging.getLogger("omnifleet.rollout.engine")
 Result = TypeVar("Result")
@@ -236,8 +236,7 @@ class VllmEngine:
 
     async def stage(self, manifest_json: str, source: str, *, in_place: bool = False) -> int:
         """Receive, verify, keep in the shadow, beside the engine's steps. See `Engine.stage`."""
-        orders = (knock(door, manifest_json, source, in_place=in_place) for door in self._doors)
-        return (await asyncio.gather(*orders))[0]
+        return await knock_all(self._doors, manifest_json, source, in_place=in_place)
 
     async def commit(
         self, manifest_digest: str, label: str, policy: InFlight, *, encoder_changed: bool

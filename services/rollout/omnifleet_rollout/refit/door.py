@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from omnifleet.errors import OmnifleetError, Reason, retryable
+from omnifleet_rollout.refit.source import GROUP
 
 log = logging.getLogger("omnifleet.rollout.refit")
 Tell = Callable[[int | OmnifleetError], None]
@@ -83,6 +84,20 @@ async def knock(name: str, manifest_json: str, source: str, *, in_place: bool = 
     return await _order(name, {"manifest": manifest_json, "source": source, "in_place": in_place})
 
 
+async def knock_all(names: Sequence[str], manifest_json: str, source: str, *, in_place: bool = False) -> int:
+    """Have all processes of an engine stage; bytes of the first. Raises as `knock`, what the first says that refuses.
+
+    All have ended then, so that nobody reads any more what the sender takes back. But in a group they may wait for the one
+    that refused: until its end is known, they do not end.
+    """
+    orders = (knock(name, manifest_json, source, in_place=in_place) for name in names)
+    if source.startswith(GROUP):
+        return (await asyncio.gather(*orders))[0]
+    ends = await asyncio.gather(*orders, return_exceptions=True)
+    sizes = [_size_of(end) for end in ends]
+    return sizes[0]
+
+
 async def ask_for_tensors(name: str, path: str, tensors: Sequence[tuple[str, str]]) -> int:
     """Have the process behind a door write tensors into a file; bytes. Raises as `knock`."""
     return await _order(name, {"path": path, "tensors": list(tensors)})
@@ -107,6 +122,12 @@ async def _order(name: str, order: Mapping[str, Any]) -> int:
     if "reason" in word:
         raise OmnifleetError(Reason(word["reason"]), word["message"], word["retryable"], word["knob"])
     return int(word["bytes"])
+
+
+def _size_of(end: int | BaseException) -> int:
+    if isinstance(end, BaseException):
+        raise end
+    return end
 
 
 def _connected(name: str) -> socket.socket:

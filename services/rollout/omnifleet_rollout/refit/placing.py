@@ -5,7 +5,6 @@ Nothing serves meanwhile: whoever begins this has seen to it. After an error par
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from omnifleet_rollout.refit.plan import Plan, replay
 from omnifleet_rollout.refit.proving import Windows
 from omnifleet_rollout.refit.reception import as_tensor
 from omnifleet_rollout.refit.shadow import each_tensor, rejected
-from omnifleet_rollout.refit.source import CUDA_IPC, GROUP
+from omnifleet_rollout.refit.source import CUDA_IPC, GROUP, Lent
 from omnifleet_rollout.refit.weights import Sources, Weights
 
 
@@ -34,7 +33,7 @@ def arriving(
     if source.startswith(GROUP):
         return collective.each(body, source, staging)
     if source.startswith(CUDA_IPC):
-        return _mapped_ones(body, source, staging)
+        return _lent_ones(body, Lent.parse(source), staging)
     return ({tensor.name: as_tensor(tensor)} for tensor in each_tensor(body, Path(source)))
 
 
@@ -86,14 +85,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _mapped_ones(body: Mapping[str, Any], source: str, staging: Memory) -> Generator[Sources, None, None]:
+def _lent_ones(body: Mapping[str, Any], source: Lent, staging: Memory) -> Generator[Sources, None, None]:
     """One bucket after another, as if each were all."""
-    handles, buckets = json.loads(source.removeprefix(CUDA_IPC)), layout(body)
-    if any(len(told) != len(buckets) for told in handles.values()):
+    buckets = layout(body)
+    if any(len(handles) != len(buckets) for handles in source.handles.values()):
         raise rejected(f"there are not {len(buckets)} handles for {len(buckets)} buckets")
     for number, bucket in enumerate(buckets):
-        alone = {gpu: [told[number]] for gpu, told in handles.items()}
-        yield ipc.receive(_only(body, bucket), CUDA_IPC + json.dumps(alone), staging)
+        yield ipc.receive(_only(body, bucket), source.only(number), staging)
 
 
 def _only(body: Mapping[str, Any], bucket: Bucket) -> dict[str, Any]:

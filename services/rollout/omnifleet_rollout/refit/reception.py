@@ -24,7 +24,7 @@ from omnifleet_rollout.refit.shadow import (
     rejected,
     shadow_limit,
 )
-from omnifleet_rollout.refit.source import CUDA_IPC, GROUP
+from omnifleet_rollout.refit.source import CUDA_IPC, GROUP, Lent
 from omnifleet_rollout.refit.weights import Sources
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -68,8 +68,8 @@ class Reception:
             return []
         if plan is None:
             raise rejected("slices came, but this engine's plan is not checked: it takes tensors whole")
-        if not source.startswith(GROUP):
-            raise rejected("slices come over groups only")
+        if not source.startswith((GROUP, CUDA_IPC)):
+            raise rejected("slices come over groups, or out of memory that is lent")
         return legs_of(body, self._rank, plan.needs())
 
     def receive(
@@ -99,7 +99,7 @@ class Reception:
         if source.startswith(GROUP):
             tensors = fill(body, self.collective.receive(body, source), held, self.memory)
         elif source.startswith(CUDA_IPC):
-            tensors = fill(body, ipc.receive(body, source, self.memory), held, self.memory)
+            tensors = fill(body, ipc.receive(body, Lent.parse(source), self.memory), held, self.memory)
         else:
             _check_room(body, self.memory.limit)
             read = each_tensor(body, Path(source), lambda name: as_bytes(held(name)))
@@ -110,7 +110,10 @@ class Reception:
         return Received(tensors, pairs, frozenset(tensors), _size(tensors.values()))
 
     def _slices(self, body: Mapping[str, Any], source: str, legs: Sequence[Leg], plan: Plan) -> Received:
-        tensors = self.collective.receive_legs(body, source, legs)
+        if source.startswith(CUDA_IPC):
+            tensors = ipc.receive_legs(body, Lent.parse(source), legs, self.memory)
+        else:
+            tensors = self.collective.receive_legs(body, source, legs)
         names = frozenset(tensor["name"] for tensor in body["tensors"] if tensor["changed"])
         pairs = self._ready(tensors, lambda: plan.bind_pieces(self._model, as_pieces(legs, tensors)))
         return Received({}, pairs, names, _size(tensors.values()))

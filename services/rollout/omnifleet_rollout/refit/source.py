@@ -6,8 +6,8 @@ Must not import gRPC's runtime: an engine's process may be forked from ours.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from omnifleet.errors import OmnifleetError, Reason
@@ -68,6 +68,39 @@ class Seat:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Memory of the sender's on a GPU, to be mapped. handles: GPU uuid -> a handle for each bucket, in order.
+
+    places: tensor -> (bucket, offset in bytes), where slices are cut out of these buckets; else they are the manifest's.
+    """
+
+    handles: Mapping[str, Sequence[list[int | str]]]
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return CUDA_IPC + json.dumps([self.handles, self.places])
+
+    @staticmethod
+    def parse(text: str) -> Lent:
+        """Undo `str`."""
+        handles, places = json.loads(text.removeprefix(CUDA_IPC))
+        return Lent(handles, {name: (bucket, offset) for name, (bucket, offset) in places.items()})
+
+    @staticmethod
+    def from_wire(told: refit_pb2.CudaIpcTransport) -> Lent:
+        """What a sender says. Raises INVALID_REQUEST."""
+        try:
+            handles = {gpu: list(json.loads(fields)) for gpu, fields in told.handles.items()}
+        except (ValueError, TypeError) as error:
+            raise OmnifleetError(Reason.INVALID_REQUEST, f"handles cannot be read: {error}") from error
+        return Lent(handles, {place.name: (place.bucket, place.offset) for place in told.places})
+
+    def only(self, bucket: int) -> Lent:
+        """One bucket, as if it were all."""
+        return Lent({gpu: [handles[bucket]] for gpu, handles in self.handles.items()})
+
+
 def source_of(request: refit_pb2.StageRequest, transports: Collection[str]) -> str:
     """A path in shared memory, "group://HOST:PORT/NAME?..." or "cuda-ipc:JSON". Raises UNSUPPORTED, INVALID_REQUEST."""
     transport = request.WhichOneof("transport")
@@ -79,8 +112,7 @@ def source_of(request: refit_pb2.StageRequest, transports: Collection[str]) -> s
     if transport == "shm":
         return str(request.shm.path)
     if transport == "cuda_ipc":
-        handles = {gpu: json.loads(fields) for gpu, fields in request.cuda_ipc.handles.items()}
-        return CUDA_IPC + json.dumps(handles)
+        return str(Lent.from_wire(request.cuda_ipc))
     nccl = request.nccl
     return str(
         Seat(

@@ -24,7 +24,7 @@ from omnifleet_refit.windows import Needs, needs_of
 from omnifleet_trainer.policy.port import Tensor
 from omnifleet_trainer.refit.choice import Taker, choose
 from omnifleet_trainer.refit.courier import Courier, Leg, Order, Outcome, no_room
-from omnifleet_trainer.refit.handles import handles
+from omnifleet_trainer.refit.lender import Lender, places_of
 from omnifleet_trainer.refit.on_device import Lifted, OnDevice
 from omnifleet_trainer.refit.parts import Cut
 from omnifleet_trainer.refit.sender import RefitReport, RefitSender
@@ -38,7 +38,7 @@ _EVERYTHING = Taker(None, None, sparse=False)
 
 
 class BroadcastSender(RefitSender):
-    """See `RefitSender`. transport: nccl (a group over GPUs, or gloo on a CPU) or cuda_ipc (workers on our own GPU)."""
+    """See `RefitSender`. transport: nccl (a group over GPUs, or gloo on a CPU) or cuda_ipc (workers of this host)."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class BroadcastSender(RefitSender):
         self._transport = transport
         self._meeting = Meeting(host or own_address()) if transport == "nccl" else None
         self._couriers: dict[str, Courier] = {}
+        self._lender = Lender()
         self._digests: dict[int, Mapping[str, str]] = {}
         self._using = asyncio.Lock()
         self._current: OnDevice | None = None
@@ -234,7 +235,7 @@ class BroadcastSender(RefitSender):
             return outcomes
         snapshot = release.snapshot
         lives = snapshot is self._snapshot  # else it is on the host, which is slow to cut
-        needs = await self._needs(views, clients) if lives and self._meeting is not None else []
+        needs = await self._needs(views, clients) if lives else []
         takers = {
             worker.id: _EVERYTHING if in_place else self._taker(worker, views[worker.id])
             for worker in workers
@@ -252,7 +253,10 @@ class BroadcastSender(RefitSender):
         }
         shipment = next(iter(shipments.values()))
         release.sent.append(shipment.bytes)
-        staged = await self._move(orders, self._legs(snapshot, shipment), courier)
+        if self._meeting is None:
+            staged = await self._lend(orders, snapshot, shipment)
+        else:
+            staged = await self._move(self._meeting, orders, self._legs(snapshot, shipment), courier)
         for id, outcome in staged.items():
             if shipment.step and isinstance(outcome, OmnifleetError):
                 self._delivery.refused_sparse(id, outcome)
@@ -285,36 +289,35 @@ class BroadcastSender(RefitSender):
         return self._read[1]
 
     def _legs(self, snapshot: Snapshot, shipment: Shipment) -> list[Leg]:
-        device = self._snapshot.device
         if shipment.parts:
+            device = self._snapshot.device
             return [Leg(Cut(part, snapshot, device), part.ranks, part) for part in shipment.parts]
+        return [Leg(self._whole(snapshot, shipment))]
+
+    def _whole(self, snapshot: Snapshot, shipment: Shipment) -> Sequence[torch.Tensor]:
         lying = snapshot.contents(shipment)
-        return [Leg(lying if snapshot is self._snapshot else Lifted(lying, device))]
+        return lying if snapshot is self._snapshot else Lifted(lying, self._snapshot.device)
 
     async def _move(
-        self, orders: Mapping[str, Order], legs: Sequence[Leg], courier: str
+        self, meeting: Meeting, orders: Mapping[str, Order], legs: Sequence[Leg], courier: str
     ) -> dict[str, Outcome]:
-        timeout_s = self._delivery.timeout_s
-        if self._meeting is not None:
-            one = self._couriers.setdefault(courier, Courier(self._meeting, self._snapshot.device))
-            try:
-                return await one.stage_legs(orders, legs, timeout_s, self._others)
-            finally:
-                if courier != "all":
-                    self._couriers.pop(courier).close()
-        held = list(legs[0].buckets)  # mapped by the workers: they stay until all have staged
-        source = await asyncio.to_thread(handles, held, self._snapshot.device)
+        one = self._couriers.setdefault(courier, Courier(meeting, self._snapshot.device))
+        try:
+            return await one.stage_legs(orders, legs, self._delivery.timeout_s, self._others)
+        finally:
+            if courier != "all":
+                self._couriers.pop(courier).close()
 
-        async def stage(order: Order) -> Outcome:
-            try:
-                return await order.stage(source, timeout_s)
-            except OmnifleetError as error:
-                return error
-
-        results = await asyncio.gather(*(stage(order) for order in orders.values()))
-        return dict(zip(orders, results, strict=True))
+    async def _lend(
+        self, orders: Mapping[str, Order], snapshot: Snapshot, shipment: Shipment
+    ) -> dict[str, Outcome]:
+        """Parts are not made: what workers map then is the snapshot, and each rank cuts its slices out of that."""
+        buckets = snapshot.buckets if shipment.parts else self._whole(snapshot, shipment)
+        places = places_of(snapshot, shipment)
+        return await self._lender.stage(orders, buckets, places, self._delivery.timeout_s)
 
     def _forget(self) -> None:
         for courier in self._couriers.values():
             courier.close()
         self._couriers.clear()
+        self._lender.close()
