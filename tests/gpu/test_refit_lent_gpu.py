@@ -77,6 +77,7 @@ async def test_what_was_lent_is_freed_whoever_read_it(spawner: Any, tmp_path: Pa
     ):
         spare = torch.ones(1, dtype=torch.uint8, device=SENDER)
         lend([spare])  # what lending keeps for good is there from here on
+        gc.collect()  # what other tests left
         before = torch.cuda.memory_allocated(SENDER)
         for readers in ([], [one], [two], [one, two]):
             bucket = torch.ones(size, dtype=torch.uint8, device=SENDER)
