@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from pydantic import ValidationError
 
 from omnifleet.config.services import MediaConfig
@@ -114,6 +115,37 @@ async def test_dropped_connections_lose_and_double_nothing(server: RedisServer) 
         done.set()
         await dropping
         assert await index.count_leases(PICTURE.digest, 50) == await index.count_leases(None, 50) == 12
+
+
+def test_a_connection_that_uvloop_finds_closed_is_made_again(server: RedisServer) -> None:
+    """It says so by a bare RuntimeError, if the other side goes between our look and our word."""
+
+    async def live() -> None:
+        async with index_at(server.url, patience_s=60, connections=1) as index:
+            await index.write_source(SOURCE, 1, 1)
+            (connection,) = index._redis.connection_pool._available_connections
+            looked = connection.can_read
+
+            async def look(*args: Any, **kwargs: Any) -> bool:
+                found: bool = await looked(*args, **kwargs)
+                connection._writer.transport.abort()
+                connection.can_read = looked
+                closed.append(found)
+                return found
+
+            closed: list[bool] = []
+            connection.can_read = look
+            assert await index.has_source(SOURCE)
+            assert closed == [False]
+            with pytest.raises(RuntimeError, match="something else"):
+                await index._do(_other_defect)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(live())
+
+
+async def _other_defect() -> None:
+    raise RuntimeError("something else")
 
 
 class Losing:

@@ -47,6 +47,8 @@ _AWAY = (
     failures.MasterDownError,
     OSError,
 )
+_CLOSED = "the handler is closed"
+"""In what uvloop raises, a bare RuntimeError, where one writes to a connection that the other side has just closed."""
 _KNOB = "media.index"
 
 
@@ -127,7 +129,9 @@ class RedisIndex:
         while True:
             try:
                 return await command()
-            except _AWAY as error:
+            except (*_AWAY, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and _CLOSED not in str(error):
+                    raise
                 if _is_refused_login(error):
                     raise OmnifleetError(
                         Reason.INVALID_CONFIG,
