@@ -26,9 +26,12 @@ SETTINGS = {
     "images_per_prompt": 1,
     "videos_per_prompt": 0,
 }
-PIXELS_OF_ANOTHER_TYPE = (
-    "from omnifleet_rollout.engine import vllm_nemotron; vllm_nemotron.TOWERS = 'float32'"
-)
+PIXELS_OF_ANOTHER_TYPE = """
+import torch
+from omnifleet_rollout.engine import vllm_nemotron as nemotron
+right = nemotron.picture_inputs
+nemotron.picture_inputs = lambda segment, tokens, dtype: right(segment, tokens, torch.float32)
+"""
 """vLLM raises where it computes the first picture, inside the engine's process."""
 
 
@@ -36,7 +39,7 @@ PIXELS_OF_ANOTHER_TYPE = (
 def live(tmp_path: Path) -> Iterator[Live]:
     from omnifleet_trainer.tiny.hybrid import write_hybrid
 
-    write_hybrid(tmp_path / "model")
+    write_hybrid(tmp_path / "model", sound=True)
     live = Live(tmp_path / "run", tmp_path / "model", {})
     live.run_dir.mkdir()
     (live.run_dir / "recipe.yaml").write_text(yaml.safe_dump({"rollout": {"engine": SETTINGS}}))

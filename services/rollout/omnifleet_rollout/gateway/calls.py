@@ -17,6 +17,9 @@ from omnifleet.wire.batches import unpacked
 from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.gateway.links import Links, meaning
 
+SHORT_TOKENS = 64
+"""Longest reply that is asked for in one message: what a lost worker had made of it is made again, about a second's tokens."""
+
 
 @dataclass(slots=True)
 class _Call:
@@ -41,8 +44,15 @@ class Calls:
     async def generate(
         self, worker: str, request: rollout_pb2.GenerateRequest, left_s: float
     ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
-        """Events of one sample. Closing the iterator ends the call."""
+        """Events of one sample: as they come, or those of a short whole one together. Closing the iterator ends the call."""
         stub = self._links.stub(self._view(worker))
+        if request.whole_samples and request.sampling.max_tokens <= SHORT_TOKENS and not request.extras:
+            once = stub.GenerateAtOnce(request, timeout=left_s, metadata=self._links.metadata)
+            with self._watched(worker, once):
+                reply = await once
+            for event in unpacked(reply):
+                yield event
+            return
         call = stub.Generate(request, timeout=left_s, metadata=self._links.metadata)
         with self._watched(worker, call):
             async for message in call:
