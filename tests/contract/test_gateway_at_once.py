@@ -6,11 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from omnifleet.client.fleet import Verb
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Generation, Sampling
+from omnifleet.wire import rollout_pb2, rollout_pb2_grpc
 from omnifleet_rollout.engine.fake import FakeEngine
 from tests.contract.gateway_world import PROMPT, WHO, World, until, world
 from tests.contract.test_gateway_dispatch import ask, said
@@ -28,7 +30,7 @@ async def test_only_short_whole_replies_are_asked_for_at_once(tmp_path: Path) ->
         ]
         assert one.at_once == 3 and reply.prompt_token_ids == PROMPT
         await ask(here, max_tokens=SHORT + 1)
-        told = {"sampling": Sampling(max_tokens=SHORT), "identity": WHO, "deadline_s": 20.0}
+        told: dict[str, Any] = {"sampling": Sampling(max_tokens=SHORT), "identity": WHO, "deadline_s": 20.0}
         assert [event async for event in here.client.stream(prompt_token_ids=PROMPT, **told)]
         assert one.at_once == 3 and len(one.requests) == 5
 
@@ -48,6 +50,27 @@ async def test_a_real_worker_says_the_same_at_once_as_in_a_stream(tmp_path: Path
         assert [(span.start, span.end) for span in sample.spans] == [(0, SHORT)]
         sample.spans = []  # they name the worker, which is another one
     assert at_once.samples == streamed.samples and at_once.prompt_hash == streamed.prompt_hash
+
+
+async def test_a_worker_of_an_older_release_is_asked_by_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older(servicer: Any, server: Any) -> None:
+        Request, Event = rollout_pb2.GenerateRequest, rollout_pb2.GenerateEvent
+        generate = grpc.unary_stream_rpc_method_handler(
+            servicer.Generate, Request.FromString, Event.SerializeToString
+        )
+        methods = {"Generate": generate}
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("omnifleet.v1alpha.Rollout", methods),)
+        )
+
+    async with world(tmp_path, short_tokens=SHORT) as here:
+        monkeypatch.setattr(rollout_pb2_grpc, "add_RolloutServicer_to_server", older)
+        one = await here.worker("w-1")
+        for _ in range(2):
+            assert (await ask(here)).samples[0].token_ids == said(3, SHORT)
+        assert one.at_once == 0 and len(one.requests) == 2
 
 
 async def test_a_reply_of_a_lost_worker_is_made_again_elsewhere(tmp_path: Path) -> None:

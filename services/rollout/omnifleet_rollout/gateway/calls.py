@@ -15,7 +15,7 @@ from omnifleet.errors import Reason, retryable
 from omnifleet.wire import rollout_pb2
 from omnifleet.wire.batches import unpacked
 from omnifleet_rollout.fleet.service import Fleet
-from omnifleet_rollout.gateway.links import Links, meaning
+from omnifleet_rollout.gateway.links import Links, lacks_method, meaning
 
 SHORT_TOKENS = 64
 """Longest reply that is asked for in one message: what a lost worker had made of it is made again, about a second's tokens."""
@@ -46,18 +46,33 @@ class Calls:
     ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
         """Events of one sample: as they come, or those of a short whole one together. Closing the iterator ends the call."""
         stub = self._links.stub(self._view(worker))
-        if request.whole_samples and request.sampling.max_tokens <= SHORT_TOKENS and not request.extras:
-            once = stub.GenerateAtOnce(request, timeout=left_s, metadata=self._links.metadata)
-            with self._watched(worker, once):
-                reply = await once
-            for event in unpacked(reply):
-                yield event
-            return
+        short = request.whole_samples and request.sampling.max_tokens <= SHORT_TOKENS and not request.extras
+        if short and worker not in self._links.older:
+            at_once = await self._at_once(stub, worker, request, left_s)
+            if at_once is not None:
+                for event in unpacked(at_once):
+                    yield event
+                return
         call = stub.Generate(request, timeout=left_s, metadata=self._links.metadata)
         with self._watched(worker, call):
             async for message in call:
                 for event in unpacked(message):
                     yield event
+
+    async def _at_once(
+        self, stub: Any, worker: str, request: rollout_pb2.GenerateRequest, left_s: float
+    ) -> rollout_pb2.GenerateEvent | None:
+        """All events of a sample; None if the worker is too old to be asked so, which is remembered."""
+        call = stub.GenerateAtOnce(request, timeout=left_s, metadata=self._links.metadata)
+        with self._watched(worker, call):
+            try:
+                reply: rollout_pb2.GenerateEvent = await call
+            except grpc.RpcError as error:
+                if not lacks_method(error):
+                    raise
+                self._links.older.add(worker)
+                return None
+            return reply
 
     async def score(
         self, worker: str, request: rollout_pb2.ScoreTokensRequest, left_s: float
