@@ -13,6 +13,8 @@ from omnifleet.client.fleet import Verb
 from omnifleet.errors import OmnifleetError, Reason, retryable
 from omnifleet.types import Generation, Sampling
 from omnifleet.wire import rollout_pb2, rollout_pb2_grpc
+from omnifleet.wire.channel import open_channel
+from omnifleet.wire.errors import remote_errors
 from omnifleet_rollout.engine.fake import FakeEngine
 from tests.contract.gateway_world import PROMPT, WHO, World, until, world
 from tests.contract.test_gateway_dispatch import ask, said
@@ -71,6 +73,14 @@ async def test_a_worker_of_an_older_release_is_asked_by_streams(
         for _ in range(2):
             assert (await ask(here)).samples[0].token_ids == said(3, SHORT)
         assert one.at_once == 0 and len(one.requests) == 2
+
+
+async def test_a_gateway_is_not_asked_at_once(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, open_channel(here.address) as channel:
+        stub = rollout_pb2_grpc.RolloutStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(OmnifleetError) as told, remote_errors():
+            await stub.GenerateAtOnce(rollout_pb2.GenerateRequest(), timeout=10)
+        assert told.value.reason is Reason.UNSUPPORTED
 
 
 async def test_a_reply_of_a_lost_worker_is_made_again_elsewhere(tmp_path: Path) -> None:
