@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import json
 import logging
 import os
 import statistics
@@ -26,27 +25,26 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 import uvloop
+from clients import WAYS, all_clients, prompt, sampling
 from PIL import Image
-from stack import WHO, Ask, Load, Round, drive, output_of, processes_cpu, stack
+from stack import WHO, Ask, Load, drive, processes_cpu, stack
 
 from omnifleet.auth import Scope
 from omnifleet.client.media import MediaClient
 from omnifleet.client.rollout import RolloutClient
 from omnifleet.service import load_tokens, read_records
-from omnifleet.types import MediaRef, Sampling
+from omnifleet.types import MediaRef
 from omnifleet.wire import rollout_pb2, rollout_pb2_grpc
 from omnifleet.wire.channel import open_channel
 from omnifleet.wire.codec import sampling_to_wire
 from omnifleet_rollout.engine.port import EngineRequest
 from omnifleet_rollout.engine.vllm_engine import VllmEngine
 
-PROMPT_TOKENS = 32
 ENGINE = {
     "max_model_len": 1024,
     "max_num_seqs": 32,
@@ -57,18 +55,8 @@ ENGINE = {
     "enable_prefix_caching": False,
     "media_tokens": "ban",  # a sampled placeholder would end a reply early
 }
-
-
-def prompt(number: int) -> list[int]:
-    """Bytes and merges of the tiny tokenizer; no two requests share one."""
-    return [40 + (number * 7919 + i * i) % 200 for i in range(PROMPT_TOKENS)]
-
-
-def sampling(number: int, tokens: int, n: int = 1) -> Sampling:
-    return Sampling(max_tokens=tokens, seed=number, ignore_eos=True, n=n)
-
-
-# ---------------------------------------------------------------- the two ways
+_TURN, _TURNS = 6, 20  # requests of a turn; turns a round
+_ADDED = ("worker", "grpc", "http", "httpx")
 
 
 def direct(engine: VllmEngine, *, in_bulk: bool = True) -> Ask:
@@ -87,67 +75,31 @@ def direct(engine: VllmEngine, *, in_bulk: bool = True) -> Ask:
     return ask
 
 
-async def client_process(run_dir: Path, way: str, load: Load) -> None:
-    """Who asks the gateway: a trainer (`grpc`) or an environment (`http`); or who asks its worker (`worker`). Prints its round."""
-    secret = load_tokens(run_dir).secret(Scope.SERVICE if way == "worker" else Scope.TRAINER)
-    record = read_records(run_dir)["worker-0" if way == "worker" else "gateway"]
-    if way in ("grpc", "worker"):
-        async with RolloutClient.open(record.grpc, secret) as client:
-
-            async def ask(number: int, tokens: int) -> int:
-                reply = await client.generate(
-                    prompt_token_ids=prompt(number),
-                    sampling=sampling(number, tokens),
-                    identity=WHO,
-                    deadline_s=120,
-                    return_prompt_token_ids=False,
-                )
-                return sum(len(sample.token_ids) for sample in reply.samples.values())
-
-            await drive(Load(1, 3, 2), ask)
-            found = await drive(load, ask)
-    else:
-        headers = {"authorization": f"Bearer {secret}"}
-        async with httpx.AsyncClient(base_url=f"http://{record.http}", headers=headers, timeout=120) as http:
-
-            async def ask(number: int, tokens: int) -> int:
-                body = {"prompt": prompt(number), "max_tokens": tokens, "seed": number, "ignore_eos": True}
-                reply = (await http.post("/v1/completions", json=body)).json()
-                return int(reply["usage"]["completion_tokens"])
-
-            await drive(Load(1, 3, 2), ask)
-            found = await drive(load, ask)
-    print(json.dumps(asdict(found)))
-
-
-async def by_client(run_dir: Path, way: str, load: Load) -> Round:
-    """Run `client_process` as a process and take its round."""
-    options = ("--client", way, "--run-dir", str(run_dir), "--load", json.dumps(asdict(load)))
-    return Round(**json.loads(await output_of(__file__, *options)))
-
-
 # ---------------------------------------------------------------- what is measured
 
 
 async def latency(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
     """One request at a time: what is added to a first token and to a short reply by the worker's wire, then by the gateway.
 
-    Every other round runs backwards, so that an engine which gets slower or faster meanwhile shows in all ways alike.
+    The ways take turns of a few requests, forwards and backwards, so that an engine which gets slower or faster shows in all of
+    them alike; what is added is the median over turns of the difference to the direct way's own turn. A turn's first request is
+    not counted: its caller was idle.
     """
-    ways = ["direct", "worker", "grpc", "http"]
-    for tokens in (1, 16):
-        load = Load(1, 60, tokens)
-        found: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(rounds):
-            for way in ways[:: -1 if number % 2 else 1]:
-                asked = drive(load, direct(engine)) if way == "direct" else by_client(run_dir, way, load)
-                found[way].append((await asked).p50_ms)
-        middle = {way: statistics.median(values) for way, values in found.items()}
-        added = ", ".join(f"{way} {middle[way] - middle['direct']:+.2f} ms" for way in ways[1:])
-        print(f"latency, {tokens} tokens: direct p50 {middle['direct']:.2f} ms; {added}")
-        print(
-            "  rounds: " + "; ".join(f"{way} {' '.join(f'{p50:.2f}' for p50 in found[way])}" for way in ways)
-        )
+    async with all_clients(WAYS, run_dir) as clients:
+        ways = ["direct", *WAYS]
+        for tokens in (1, 16):
+            load = Load(1, _TURN, tokens)
+            found: dict[str, list[float]] = {way: [] for way in ways}
+            for number in range(_TURNS * rounds):
+                for way in ways[:: -1 if number % 2 else 1]:
+                    asked = drive(load, direct(engine)) if way == "direct" else clients[way].round(load)
+                    found[way].append(1000 * statistics.median((await asked).seconds[1:]))
+            print(f"latency, {tokens} tokens, medians of {len(found['direct'])} turns of {_TURN - 1}, ms")
+            for way, turns in found.items():
+                more = [ms - base for ms, base in zip(turns, found["direct"], strict=True)]
+                low, middle, high = statistics.quantiles(more, n=4)
+                added = f"; added {middle:+.2f} ({low:+.2f} to {high:+.2f})" if way in _ADDED else ""
+                print(f"  {way}: {statistics.median(turns):.2f}{added}")
 
 
 async def saturation(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
@@ -156,22 +108,21 @@ async def saturation(run_dir: Path, engine: VllmEngine, rounds: int) -> None:
     tokens = load.requests * load.tokens
     rates: dict[str, list[float]] = {}
     cpu: dict[str, dict[str, float]] = {}
-    for _ in range(rounds):
-        for way in ("token by token", "direct", "grpc", "http", "beside"):
-            before = processes_cpu()
-            if way in ("grpc", "http"):
-                found = await by_client(run_dir, way, load)
-            elif way == "beside":
-                share = (cpu["grpc"]["gateway"] + cpu["grpc"]["client"]) * rates["grpc"][-1] / 1e6
-                async with burning(share):
-                    found = await drive(load, direct(engine))
-            else:
-                found = await drive(load, direct(engine, in_bulk=way == "direct"))
-            used = {name: seconds - before.get(name, 0.0) for name, seconds in processes_cpu().items()}
-            if way in ("grpc", "http"):
-                used["client"] = found.cpu
-            rates.setdefault(way, []).append(tokens / found.wall)
-            cpu[way] = {name: 1e6 * seconds / tokens for name, seconds in used.items()}
+    async with all_clients(("grpc", "http"), run_dir) as clients:
+        for _ in range(rounds):
+            for way in ("token by token", "direct", "grpc", "http", "beside"):
+                before = processes_cpu()
+                if way in clients:
+                    found = await clients[way].round(load)
+                elif way == "beside":
+                    share = (cpu["grpc"]["gateway"] + cpu["grpc"]["client"]) * rates["grpc"][-1] / 1e6
+                    async with burning(share):
+                        found = await drive(load, direct(engine))
+                else:
+                    found = await drive(load, direct(engine, in_bulk=way == "direct"))
+                used = {name: seconds - before.get(name, 0.0) for name, seconds in processes_cpu().items()}
+                rates.setdefault(way, []).append(tokens / found.wall)
+                cpu[way] = {name: 1e6 * seconds / tokens for name, seconds in used.items()}
     best = max(statistics.median(rates["direct"]), statistics.median(rates["token by token"]))
     print(f"saturation, {load.at_once} requests at once, {load.tokens} tokens each; medians of {rounds}")
     for way, found_rates in rates.items():
@@ -309,16 +260,10 @@ def main() -> None:
         "--only", choices=("latency", "saturation", "bytes", "images"), help="one of the measurements"
     )
     options.add_argument("--dtype", default="float32", help="of the engine; bfloat16 on a GPU")
-    options.add_argument("--client", choices=("worker", "grpc", "http"), help=argparse.SUPPRESS)
-    options.add_argument("--run-dir", type=Path, help=argparse.SUPPRESS)
-    options.add_argument("--load", type=json.loads, help=argparse.SUPPRESS)
     asked = options.parse_args()
     logging.getLogger("omnifleet").setLevel(logging.WARNING)
-    if asked.client:
-        asyncio.run(client_process(asked.run_dir, asked.client, Load(**asked.load)))
-    else:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as a worker's own process does
-            runner.run(measure(asked.rounds, asked.only, asked.dtype))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as a worker's own process does
+        runner.run(measure(asked.rounds, asked.only, asked.dtype))
 
 
 if __name__ == "__main__":

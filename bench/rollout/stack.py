@@ -30,6 +30,8 @@ from omnifleet_rollout.worker.command import Worker
 
 WHO = Identity("bench")
 READY_S = 120.0
+_MARKS = {"gateway_app": "gateway", "omnifleet_media": "media", "clients.py": "client"}
+"""Of a child's command line: what it is."""
 
 Ask = Callable[[int, int], Awaitable[int]]
 """(number of the request, tokens) -> tokens made."""
@@ -134,7 +136,7 @@ def processes_cpu() -> dict[str, float]:
     seconds = {"front and worker": _cpu(own)}
     for child in own.children(recursive=True):
         line = " ".join(child.cmdline())
-        name = "gateway" if "gateway_app" in line else "media" if "omnifleet_media" in line else "engine"
+        name = next((name for mark, name in _MARKS.items() if mark in line), "engine")
         seconds[name] = seconds.get(name, 0.0) + _cpu(child)
     return seconds
 

@@ -46,6 +46,11 @@ class RolloutStub:
                 request_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.GenerateAtOnce = channel.unary_unary(
+                '/omnifleet.v1alpha.Rollout/GenerateAtOnce',
+                request_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateEvent.FromString,
+                _registered_method=True)
         self.AbortRequests = channel.unary_unary(
                 '/omnifleet.v1alpha.Rollout/AbortRequests',
                 request_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.AbortRequestsRequest.SerializeToString,
@@ -86,6 +91,14 @@ class RolloutServicer:
 
     def Generate(self, request, context):
         """Generates n samples; events of different samples interleave, each sample's are in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateAtOnce(self, request, context):
+        """Generate as one message, a batch of all events, at the end (workers only): for replies so short that no part of one is worth
+        sending ahead. It costs a caller two thirds of a stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,6 +149,11 @@ def add_RolloutServicer_to_server(servicer, server):
             ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
+                    request_deserializer=omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateRequest.FromString,
+                    response_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateEvent.SerializeToString,
+            ),
+            'GenerateAtOnce': grpc.unary_unary_rpc_method_handler(
+                    servicer.GenerateAtOnce,
                     request_deserializer=omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateEvent.SerializeToString,
             ),
@@ -218,6 +236,33 @@ class Rollout:
             request,
             target,
             '/omnifleet.v1alpha.Rollout/Generate',
+            omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateRequest.SerializeToString,
+            omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateAtOnce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omnifleet.v1alpha.Rollout/GenerateAtOnce',
             omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateRequest.SerializeToString,
             omnifleet_dot_v1alpha_dot_rollout__pb2.GenerateEvent.FromString,
             options,

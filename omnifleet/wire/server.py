@@ -42,6 +42,7 @@ class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
+        self._passing: dict[str, Handler] = {}
 
     async def intercept_service(
         self,
@@ -52,7 +53,12 @@ class _Border(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None:
             return handler
         refusal = self._refusal(details)
-        return _wrap(handler, refusal)
+        if refusal is not None:
+            return _wrap(handler, refusal)
+        passing = self._passing.get(method := str(details.method))
+        if passing is None:
+            passing = self._passing[method] = _wrap(handler, None)
+        return passing
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> OmnifleetError | None:
         if not self._tokens.by_scope:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from blake3 import blake3
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -29,6 +30,7 @@ from omnifleet.wire.server import serving
 from omnifleet_rollout.fleet.registry import Registry
 from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.fleet.store import FleetStore
+from omnifleet_rollout.gateway import calls
 from omnifleet_rollout.gateway.gateway import Gateway
 from omnifleet_rollout.gateway.http import make_gateway_app
 from omnifleet_rollout.gateway.parts import PutMedia
@@ -101,7 +103,7 @@ class ScriptedWorker(rollout_pb2_grpc.RolloutServicer):
         self.requests: list[rollout_pb2.GenerateRequest] = []
         self.said = asyncio.Event()
         self.cancelled = asyncio.Event()
-        self.running = 0
+        self.running = self.at_once = 0
         self.address = ""
 
     async def Generate(self, request: rollout_pb2.GenerateRequest, context: Any) -> AsyncIterator[Any]:
@@ -116,6 +118,11 @@ class ScriptedWorker(rollout_pb2_grpc.RolloutServicer):
             raise
         finally:
             self.running -= 1
+
+    async def GenerateAtOnce(self, request: rollout_pb2.GenerateRequest, context: Any) -> Any:
+        self.at_once += 1
+        events = [event async for event in self.Generate(request, context)]
+        return rollout_pb2.GenerateEvent(batch=rollout_pb2.EventBatch(events=events))
 
     async def _reply(self, request: rollout_pb2.GenerateRequest) -> AsyncIterator[Any]:
         assert request.sampling.n == 1 and request.WhichOneof("prompt") == "tokens"
@@ -245,9 +252,10 @@ async def world(
     tokens: Tokens = OPEN,
     renderer: RendererLoader | None = None,
     put: PutMedia = put_media,
+    short_tokens: int = 0,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """A running gateway without workers. `settings`: of GatewayConfig."""
+    """A running gateway without workers. `settings`: of GatewayConfig. short_tokens: longest reply that it asks for at once."""
     config = GatewayConfig(**settings)
     registry = Registry(
         time.monotonic,
@@ -274,6 +282,7 @@ async def world(
     loader.start()
     gateway.parsers.start()
     async with AsyncExitStack() as stack:
+        stack.enter_context(patch.object(calls, "SHORT_TOKENS", short_tokens))
         stack.callback(store.close)
         stack.callback(sessions.close)
         stack.push_async_callback(gateway.close)

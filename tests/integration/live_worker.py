@@ -183,9 +183,9 @@ class Live:
     number: int = 0
     patience_s: float = 400.0
 
-    def start(self, module: str, *options: str, name: str) -> str:
-        """Start `module`'s serve command; its gRPC address once it is ready."""
-        code = f"from {module}.cli import app; app()"
+    def start(self, module: str, *options: str, name: str, before: str = "") -> str:
+        """Start `module`'s serve command; its gRPC address once it is ready. before: statements that its process runs first."""
+        code = f"{before}\nfrom {module}.cli import app; app()"
         with (self.run_dir / f"{name}.log").open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-c", code, "serve", "--run-dir", str(self.run_dir), *options],

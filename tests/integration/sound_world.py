@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from omnifleet.processor import image_token_id
 from omnifleet.sounds import read_sound_config, sound_token_id
 from omnifleet_rollout.engine import vllm_seams as seams
 
@@ -39,15 +40,8 @@ def reference(
     source: the checkpoint's folder; weights: those to use. tracks: float32 samples of each sound.
     """
     import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForImageTextToText
 
-    folder = source.parent / "reference"
-    folder.mkdir(exist_ok=True)
-    for file in source.glob("*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model = _loaded(source, weights, torch.float32)
     for name, module in model.named_modules():
         if name.endswith(_SOUND_PARTS):
             module.to(torch.bfloat16)
@@ -64,16 +58,55 @@ def reference(
 
     features, mask = padded("input_audio_features"), padded("feature_attention_mask")
     tower, projection = (found for name, found in model.named_modules() if name.endswith(_SOUND_PARTS))
-    ids = torch.tensor([[*prompt, *reply[:-1]]])
     with torch.no_grad():
         states = projection(tower(input_features=features.bfloat16(), attention_mask=mask).last_hidden_state)
         lengths = tower._get_subsampling_output_length(
             mask.sum(-1)
         )  # without transformers' frame behind the end
         heard = torch.cat([row[:length] for row, length in zip(states, lengths.tolist(), strict=True)])
+    return _scored(model, heard, sound_token_id(source), prompt, reply)
+
+
+def seen(
+    source: Path,
+    weights: Mapping[str, Any],
+    segment: Mapping[str, Any],
+    prompt: Sequence[int],
+    reply: Sequence[int],
+) -> Any:
+    """Like `reference`, of one picture, whose tower is in bfloat16."""
+    import torch
+
+    pixels = torch.from_numpy(segment["pixel_values"].copy()).bfloat16()
+    grid = torch.from_numpy(segment["image_grid_hw"].copy())
+    with torch.no_grad():
+        tower = _loaded(source, weights, torch.bfloat16)
+        features = torch.cat(list(tower.get_image_features(pixels, grid, return_dict=True).pooler_output))
+    model = _loaded(source, weights, torch.float32)
+    return _scored(model, features, image_token_id(source), prompt, reply)
+
+
+def _loaded(source: Path, weights: Mapping[str, Any], dtype: Any) -> Any:
+    from safetensors.torch import save_file
+    from transformers import AutoModelForImageTextToText
+
+    folder = source.parent / "reference"
+    folder.mkdir(exist_ok=True)
+    for file in source.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+
+
+def _scored(model: Any, features: Any, mark: int, prompt: Sequence[int], reply: Sequence[int]) -> Any:
+    """Logprobs of `reply` with features [n, width] in the places of `mark`."""
+    import torch
+
+    ids = torch.tensor([[*prompt, *reply[:-1]]])
+    with torch.no_grad():
         embedded = model.get_input_embeddings()(ids)
-        places = (ids == sound_token_id(source))[..., None].expand_as(embedded)
-        logits = model(inputs_embeds=embedded.masked_scatter(places, heard.float())).logits[0]
+        places = (ids == mark)[..., None].expand_as(embedded)
+        logits = model(inputs_embeds=embedded.masked_scatter(places, features.float())).logits[0]
     rows = torch.log_softmax(logits[len(prompt) - 1 :].float(), -1)
     return np.array([float(row[token]) for row, token in zip(rows, reply, strict=True)])
 

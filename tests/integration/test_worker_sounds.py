@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -23,7 +24,7 @@ from omnifleet.sounds import read_sound_config, sound_brackets, sound_token_id, 
 from omnifleet.types import Generation, MediaKind, MediaRef, Sampling
 from omnifleet.wire.codec import media_from_wire
 from tests.integration.live_worker import WHO, Clients, Live, transfer_file
-from tests.integration.sound_world import gap, reference, tone
+from tests.integration.sound_world import gap, reference, seen, tone
 
 pytestmark = [pytest.mark.heavy, pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -108,6 +109,21 @@ async def test_logprobs_are_those_of_transformers_for_the_sound_that_was_sent(li
             gap(one.logprobs, reference(live.model, live.weights, other, prompt, one.token_ids))
             > 4 * TOLERANCE
         )
+
+
+async def test_a_picture_is_seen_by_the_tower_in_bfloat16(live: Live) -> None:
+    """Whatever the engine's type: float32 pixels would end it."""
+    drawn: dict[str, Any] = {"max_tokens": 12, "seed": 3, "ignore_eos": True}
+    async with live.clients() as on:
+        red, blue = await on.picture("red"), await on.picture("blue", (64, 120))
+        reply = await on.generate([red], **drawn)
+        told = reply.prompt_token_ids, reply.samples[0].token_ids
+        logprobs = reply.samples[0].logprobs
+        expected = seen(live.model, live.weights, await on.tensors(red), *told)
+        print(f"\na picture: {gap(logprobs, expected):.1e} nats from transformers")
+        assert gap(logprobs, expected) < TOLERANCE
+        other = (await on.generate([blue], **drawn)).samples[0]
+        assert gap(other.logprobs, np.array(logprobs)) > 4 * TOLERANCE
 
 
 async def test_a_repeated_sound_is_sent_and_encoded_once(live: Live) -> None:

@@ -18,7 +18,7 @@ from omnifleet.config.services import EngineConfig
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.processor import image_token_id, video_token_id
 from omnifleet.types import Digest, MediaKind, MediaRef
-from omnifleet_rollout.engine.vllm_media import PromptMedia
+from omnifleet_rollout.engine.vllm_media import Item, PromptMedia
 from omnifleet_rollout.engine.vllm_nemotron import clip_inputs, picture_inputs
 from omnifleet_trainer.tiny.hybrid import write_hybrid
 
@@ -171,6 +171,19 @@ def test_fixed_tiles_are_refused_at_start(model: Path, tmp_path: Path) -> None:
     with pytest.raises(OmnifleetError) as refused:
         media_of(tmp_path)
     assert refused.value.reason is Reason.UNSUPPORTED and refused.value.knob == "model.path"
+
+
+@pytest.mark.parametrize("ref", [PICTURE, CLIP])
+def test_the_tower_gets_its_own_type_from_an_engine_of_another(model: Path, ref: MediaRef) -> None:
+    """float32 pixels before a bfloat16 tower end vLLM's engine."""
+    segment = Segment(ref.digest, ref.digest, 6, (1, 1, 1), _tensors_of(model, ref), 0, False, TIMES)
+    inputs = media_of(model)._nemotron_inputs(Item(ref.kind, segment, 0, 6))
+    pixels = inputs["pixel_values_flat"][0] if ref is PICTURE else inputs["pixel_values_flat_video"]
+    assert pixels.dtype is torch.bfloat16
+
+
+def _tensors_of(model: Path, ref: MediaRef) -> dict[str, Any]:
+    return picture_segment(model) if ref is PICTURE else clip_segment()
 
 
 async def test_sounds_are_refused_by_name(model: Path) -> None:

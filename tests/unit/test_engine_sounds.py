@@ -87,12 +87,12 @@ class Media(PromptMedia):
         return self.tracks
 
 
-def media_of(model: Path, *, longest: int = 2048, sounds: int = 2) -> Media:
+def media_of(model: Path, *, longest: int = 2048, sounds: int = 2, pictures: int = 2) -> Media:
     async def nowhere() -> str:
         raise AssertionError("no media service here")
 
     engine = EngineConfig(
-        images_per_prompt=2, sounds_per_prompt=sounds, dtype="float32", max_model_len=longest
+        images_per_prompt=pictures, sounds_per_prompt=sounds, dtype="float32", max_model_len=longest
     )
     made = Media(model, ARCHITECTURE, engine, find_media=nowhere, secret="")
     made.tracks = Tracks()
@@ -249,10 +249,11 @@ def test_an_encoder_in_float32_is_refused_before_it_ends_the_engine(model: Path,
     config = json.loads((tmp_path / "config.json").read_text())
     config["text_config"]["dtype"] = "float32"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(OmnifleetError, match="bfloat16 only") as refused:
-        media_of(tmp_path)
-    assert (refused.value.reason, refused.value.knob) == (Reason.UNSUPPORTED, "model.path")
-    assert not media_of(tmp_path, sounds=0).takes_sounds
+    for media, allowed in (("sounds", {"pictures": 0}), ("pictures and clips", {"sounds": 0})):
+        with pytest.raises(OmnifleetError, match=f"{media} in bfloat16 only") as refused:
+            media_of(tmp_path, **allowed)
+        assert (refused.value.reason, refused.value.knob) == (Reason.UNSUPPORTED, "model.path")
+    assert not media_of(tmp_path, sounds=0, pictures=0).takes_any
 
 
 def test_a_picture_of_a_hearing_model_says_that_it_has_no_pieces_of_sound() -> None:

@@ -107,7 +107,7 @@ class PromptMedia:
         self._brackets = picture_brackets(model)
         self._nemotron = architecture in seams.LANGUAGE_IN_ENCODER
         self._sounds = _sounds(model, self._kinds, engine)
-        self._model, self._dtype = model, engine.dtype
+        self._model = model
         self._tokenizer: Any = None
         self.tokens = _placeholders(model)
         """Placeholder tokens of the model, also those of kinds that are not served."""
@@ -261,7 +261,7 @@ class PromptMedia:
     def _nemotron_inputs(self, item: Item) -> dict[str, Any]:
         import torch
 
-        segment, dtype = item.segment, getattr(torch, self._dtype)
+        segment, dtype = item.segment, getattr(torch, nemotron.TOWERS)
         if item.kind is MediaKind.AUDIO:
             return nemotron.sound_inputs(segment.tensors)
         if item.kind is MediaKind.VIDEO:

@@ -28,8 +28,15 @@ from omnifleet.vision_grid import nemotron_clip_ids, nemotron_clip_labels
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
+TOWERS = "bfloat16"
+"""What vLLM's encoders of this family compute in, whatever the engine's type: what they see comes to them in it."""
+
+
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises UNSUPPORTED for a checkpoint that cuts pictures into fixed tiles: nobody makes such segments here."""
+    """Raises UNSUPPORTED for a checkpoint whose pictures would end vLLM's engine, or are cut into fixed tiles: nobody makes such
+    segments here.
+    """
+    _check_type(config, "pictures and clips", "images_per_prompt and videos_per_prompt 0")
     args = (config.get("vision_config") or {}).get("args") or {}
     if "min_num_patches" not in args:
         raise OmnifleetError(
@@ -40,16 +47,21 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def check_sounds(config: Mapping[str, Any]) -> None:
-    """Raises UNSUPPORTED for a checkpoint whose encoder of sounds would end vLLM's engine at the first one.
+    """Raises UNSUPPORTED for a checkpoint whose encoder of sounds would end vLLM's engine at the first one."""
+    _check_type(config, "sounds", "sounds_per_prompt 0")
 
-    vLLM gives it the type that the config says of the language model, and hands bfloat16 from its encoder to its projection.
+
+def _check_type(config: Mapping[str, Any], media: str, without: str) -> None:
+    """vLLM gives encoders and their projections the type that the config says of the language model, and hands bfloat16 from
+    one to the other.
     """
     text = config.get("text_config") or config.get("llm_config") or {}
-    given = text.get("dtype") or text.get("torch_dtype") or "bfloat16"
-    if given != "bfloat16":
+    given = text.get("dtype") or text.get("torch_dtype") or TOWERS
+    if given != TOWERS:
         raise OmnifleetError(
             Reason.UNSUPPORTED,
-            f"config.json says {given} of its language model; vLLM computes sounds in bfloat16 only",
+            f"config.json says {given} of its language model; vLLM computes {media} in {TOWERS} only: change text_config.dtype, "
+            f"or serve none (rollout.engine.{without})",
             knob="model.path",
         )
 
@@ -70,7 +82,7 @@ def published_names(config: Mapping[str, Any]) -> dict[str, Any]:
 def picture_inputs(segment: Arrays, tokens: int, dtype: Any) -> dict[str, Any]:
     """One picture: patches [h w, 3 p p] -> pixel_values_flat [[3, H, W]], imgs_sizes [(H, W)], num_tokens_per_image [tokens].
 
-    segment: `pixel_values` and `image_grid_hw` [1, 2] in patches. dtype: torch's, of the engine. Copies.
+    segment: `pixel_values` and `image_grid_hw` [1, 2] in patches. dtype: torch's, of the tower. Copies.
     """
     import torch
 

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from omnifleet.auth import Tokens
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import make_app
 from omnifleet.types import Identity
 from omnifleet_rollout.gateway.dialects import chat, completions, responses
+from omnifleet_rollout.gateway.dialects.serving import Endpoint
 from omnifleet_rollout.gateway.gateway import Gateway
 from omnifleet_rollout.gateway.session_key import PREFIX, SessionKeys
+
+Check = Callable[[Request], Awaitable[None]]
+"""Raises UNAUTHENTICATED; notes who a session key proves the client to be."""
 
 
 def make_gateway_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
     """All routes; everything under /v1 needs a bearer token of any scope."""
     app = make_app("omnifleet gateway", gateway.counters, lambda: gateway.ready)
-    guard = [Depends(_bearer(tokens, gateway.session_keys))]
-    for dialect in (chat, completions, responses):
-        app.include_router(dialect.router(gateway), dependencies=guard)
+    check = _bearer(tokens, gateway.session_keys)
+    guard = [Depends(check)]
+    # Plain routes, before all others: they have no parameters for FastAPI to solve, a fifth of the calls of a short reply.
+    app.router.routes[:0] = [
+        Route(dialect.PATH, _guarded(check, dialect.serve(gateway)), methods=["POST"])
+        for dialect in (chat, completions, responses)
+    ]
 
     @app.get("/v1/models", dependencies=guard)
     async def models() -> dict[str, Any]:
@@ -71,7 +83,15 @@ def _mint(gateway: Gateway, ask: SessionAsk) -> dict[str, Any]:
     }
 
 
-def _bearer(tokens: Tokens, keys: SessionKeys) -> Any:
+def _guarded(check: Check, serve: Endpoint) -> Endpoint:
+    async def guarded(http: Request) -> Response:
+        await check(http)
+        return await serve(http)
+
+    return guarded
+
+
+def _bearer(tokens: Tokens, keys: SessionKeys) -> Check:
     async def check(request: Request) -> None:
         secret = request.headers.get("authorization", "").removeprefix("Bearer ")
         key = next(

@@ -22,7 +22,7 @@ _BROKEN = (
 
 
 class Links:
-    """worker id -> stub. `secret` is the service scope's.
+    """worker id -> stub. `secret` is the service scope's. older: workers that were found to lack GenerateAtOnce.
 
     metadata: goes with each call. An interceptor would do it for all of them, and would cost a call of one short reply a tenth.
     """
@@ -31,6 +31,7 @@ class Links:
         self.metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, rollout_pb2_grpc.RolloutStub] = {}
+        self.older: set[str] = set()
 
     def stub(self, worker: WorkerView) -> rollout_pb2_grpc.RolloutStub:
         """The Rollout service of a worker."""
@@ -44,6 +45,7 @@ class Links:
         """Close the channels of all other workers."""
         for id in self._channels.keys() - set(living):
             del self._stubs[id]
+            self.older.discard(id)
             await self._channels.pop(id).close(None)
 
     async def close(self) -> None:
@@ -53,8 +55,16 @@ class Links:
 
 def meaning(error: grpc.RpcError, worker: str) -> OmnifleetError:
     """What a failed call to a worker means: the worker's own words, or WORKER_LOST if the call broke under it."""
-    spoke = any(key == TRAILER for key, _ in getattr(error, "trailing_metadata", tuple)() or ())
-    if not spoke and error.code() in _BROKEN:
+    if not _spoke(error) and error.code() in _BROKEN:
         details = error.details() or "the call broke"
         return retryable(Reason.WORKER_LOST, f"worker {worker} is lost: {details}")
     return from_rpc(error)
+
+
+def lacks_method(error: grpc.RpcError) -> bool:
+    """True if the worker is of a release that does not have the method."""
+    return error.code() is grpc.StatusCode.UNIMPLEMENTED and not _spoke(error)
+
+
+def _spoke(error: grpc.RpcError) -> bool:
+    return any(key == TRAILER for key, _ in getattr(error, "trailing_metadata", tuple)() or ())

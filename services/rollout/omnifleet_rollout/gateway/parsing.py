@@ -160,6 +160,8 @@ class ParsersLoader:
         """The parsers; None if the settings name none. Raises what `Parsers.load` raises, UNAVAILABLE if it is late."""
         if self._task is None:
             return None
+        if self._task.done():
+            return self._task.result()
         try:
             return await asyncio.wait_for(asyncio.shield(self._task), self._config.request_timeout_s)
         except TimeoutError:

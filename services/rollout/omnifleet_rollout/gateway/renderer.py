@@ -204,6 +204,8 @@ class RendererLoader:
                 "this gateway knows no checkpoint, so it cannot render chat or text; send token prompts",
                 knob="model.path",
             )
+        if self._task.done():
+            return self._task.result()
         try:
             return await asyncio.wait_for(asyncio.shield(self._task), timeout_s)
         except TimeoutError:

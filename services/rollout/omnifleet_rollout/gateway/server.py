@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 
+from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.wire import common_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from omnifleet.wire.batches import packed
 from omnifleet.wire.codec import media_to_wire
@@ -38,6 +39,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             async for events in batches:
                 for message in packed(events) if request.batched else events:
                     yield message
+
+    async def GenerateAtOnce(
+        self, request: rollout_pb2.GenerateRequest, context: Any
+    ) -> rollout_pb2.GenerateEvent:
+        """Samples of a request end one by one here."""
+        raise OmnifleetError(Reason.UNSUPPORTED, "a gateway answers in streams; ask Generate")
 
     async def AbortRequests(
         self, request: rollout_pb2.AbortRequestsRequest, context: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from omnifleet.wire import (
     rollout_pb2,
     rollout_pb2_grpc,
 )
+from omnifleet.wire.batches import unpacked
 from omnifleet.wire.codec import (
     counters_to_wire,
     in_flight_from_wire,
@@ -58,11 +59,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[rollout_pb2.GenerateEvent]:
+    ) -> AsyncGenerator[rollout_pb2.GenerateEvent, None]:
         """See the contract. A cancelled or late call aborts its samples in the engine."""
         async with _deadline(context.time_remaining()), aclosing(self._generation.run(request)) as events:
             async for event in events:
                 yield event
+
+    async def GenerateAtOnce(
+        self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> rollout_pb2.GenerateEvent:
+        """See the contract."""
+        batch = rollout_pb2.EventBatch()
+        async with aclosing(self.Generate(request, context)) as messages:
+            async for message in messages:
+                batch.events.extend(unpacked(message))
+        return rollout_pb2.GenerateEvent(batch=batch)
 
     async def AbortRequests(
         self, request: rollout_pb2.AbortRequestsRequest, context: Any

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from fastapi import Request
+from starlette.requests import Request
 
 from omnifleet.client.rollout import Event, Rendered, event_from_wire
 from omnifleet.errors import Reason, invalid

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from omnifleet.client.rollout import Event
 from omnifleet_rollout.gateway.conversation import Conversation
-from omnifleet_rollout.gateway.dialects.fields import ChatFields, Refused, StreamOptions, parse
+from omnifleet_rollout.gateway.dialects.fields import ChatFields, Refused, StreamOptions
 from omnifleet_rollout.gateway.dialects.reply import Choice, Piece, Reply
-from omnifleet_rollout.gateway.dialects.serving import read_body, streamed, until_gone, warned, whole
+from omnifleet_rollout.gateway.dialects.serving import Endpoint, endpoint, streamed, whole
 from omnifleet_rollout.gateway.dialects.turn import open_turn
 from omnifleet_rollout.gateway.gateway import Gateway
 
+PATH = "/v1/chat/completions"
 _REFUSED: Refused = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -169,16 +172,9 @@ def _finish(choice: Choice) -> str:
     return "tool_calls" if called and str(choice.finish) == "stop" else str(choice.finish)
 
 
-def router(gateway: Gateway) -> APIRouter:
-    """The routes of this dialect."""
-    routes = APIRouter()
-
-    @routes.post("/v1/chat/completions")
-    async def chat_completions(http: Request) -> Response:
-        request, unknown = parse(await read_body(http), ChatRequest, _REFUSED)
-        return warned(await until_gone(http, _answer(gateway, http, request)), unknown)
-
-    return routes
+def serve(gateway: Gateway) -> Endpoint:
+    """What serves PATH."""
+    return endpoint(ChatRequest, _REFUSED, partial(_answer, gateway))
 
 
 async def _answer(gateway: Gateway, http: Request, request: ChatRequest) -> Response:

@@ -6,21 +6,24 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from omnifleet.client.rollout import Event, Rendered
 from omnifleet.errors import invalid
 from omnifleet_rollout.gateway.dialects.asking import Ask, ask
 from omnifleet_rollout.gateway.dialects.asking import events as events_of
-from omnifleet_rollout.gateway.dialects.fields import CommonFields, Refused, StreamOptions, parse
+from omnifleet_rollout.gateway.dialects.fields import CommonFields, Refused, StreamOptions
 from omnifleet_rollout.gateway.dialects.reply import Choice, Piece, Reply
-from omnifleet_rollout.gateway.dialects.serving import Events, read_body, streamed, until_gone, warned, whole
+from omnifleet_rollout.gateway.dialects.serving import Endpoint, Events, endpoint, streamed, whole
 from omnifleet_rollout.gateway.gateway import Gateway
 
+PATH = "/v1/completions"
 MAX_PROMPTS = 256
 """Most prompts of one request."""
 _REFUSED: Refused = {"response_format": (None, {"type": "text"})}
@@ -130,16 +133,9 @@ class Completion:
         }
 
 
-def router(gateway: Gateway) -> APIRouter:
-    """The routes of this dialect."""
-    routes = APIRouter()
-
-    @routes.post("/v1/completions")
-    async def completions(http: Request) -> Response:
-        request, unknown = parse(await read_body(http), CompletionRequest, _REFUSED)
-        return warned(await until_gone(http, _answer(gateway, http, request)), unknown)
-
-    return routes
+def serve(gateway: Gateway) -> Endpoint:
+    """What serves PATH."""
+    return endpoint(CompletionRequest, _REFUSED, partial(_answer, gateway))
 
 
 async def _answer(gateway: Gateway, http: Request, request: CompletionRequest) -> Response:

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from omnifleet.client.rollout import Event
 from omnifleet.errors import invalid
 from omnifleet_rollout.gateway.conversation import Conversation
-from omnifleet_rollout.gateway.dialects.fields import ChatFields, Refused, parse
+from omnifleet_rollout.gateway.dialects.fields import ChatFields, Refused
 from omnifleet_rollout.gateway.dialects.items import chat_messages, chat_tools
 from omnifleet_rollout.gateway.dialects.reply import Choice, Piece, Reply
-from omnifleet_rollout.gateway.dialects.serving import read_body, streamed, until_gone, warned, whole
+from omnifleet_rollout.gateway.dialects.serving import Endpoint, endpoint, streamed, whole
 from omnifleet_rollout.gateway.dialects.turn import open_turn
 from omnifleet_rollout.gateway.gateway import Gateway
 
+PATH = "/v1/responses"
 _REFUSED: Refused = {
     "background": (None, False),
     "conversation": (None,),
@@ -259,16 +262,9 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def router(gateway: Gateway) -> APIRouter:
-    """The routes of this dialect."""
-    routes = APIRouter()
-
-    @routes.post("/v1/responses")
-    async def responses(http: Request) -> Response:
-        request, unknown = parse(await read_body(http), ResponsesRequest, _REFUSED)
-        return warned(await until_gone(http, _answer(gateway, http, request)), unknown)
-
-    return routes
+def serve(gateway: Gateway) -> Endpoint:
+    """What serves PATH."""
+    return endpoint(ResponsesRequest, _REFUSED, partial(_answer, gateway))
 
 
 async def _answer(gateway: Gateway, http: Request, request: ResponsesRequest) -> Response:

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from omnifleet.client.rollout import Event
 from omnifleet.errors import OmnifleetError, Reason
 from omnifleet.http import error_response
+from omnifleet_rollout.gateway.dialects.fields import Body, Refused, parse
 
 BODY_BYTES = 96 << 20
 """Largest body: pictures may come inline."""
 
 Events = AsyncGenerator[Event, None]
 Item = TypeVar("Item")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def endpoint(
+    kind: type[Body], refused: Refused, answer: Callable[[Request, Body], Coroutine[Any, Any, Response]]
+) -> Endpoint:
+    """What serves a dialect's path: the body as `kind`, and the answer to it for as long as the client is there."""
+
+    async def serve(http: Request) -> Response:
+        request, unknown = parse(await read_body(http), kind, refused)
+        return warned(await until_gone(http, answer(http, request)), unknown)
+
+    return serve
 
 
 async def read_body(http: Request) -> bytes:
@@ -49,15 +63,17 @@ async def whole(
 
 async def until_gone(http: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """The answer, or its cancellation as soon as the client hangs up."""
-    work = asyncio.ensure_future(answer)
-    gone = asyncio.ensure_future(_hang_up(http))
     try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else Response(status_code=499)
-    finally:
-        work.cancel()
-        gone.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        async with asyncio.timeout(None) as patience:
+            watch = asyncio.ensure_future(_hang_up(http, patience))
+            try:
+                return await answer
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        if not patience.expired():
+            raise
+        return Response(status_code=499)
 
 
 async def streamed(
@@ -126,6 +142,7 @@ def _named_line(body: dict[str, Any]) -> str:
     return f"event: {body['type']}\n{_line(body)}"
 
 
-async def _hang_up(http: Request) -> None:
+async def _hang_up(http: Request, patience: asyncio.Timeout) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
+    patience.reschedule(0.0)  # long ago
