@@ -17,8 +17,9 @@ from omnifleet.wire.batches import unpacked
 from omnifleet_rollout.fleet.service import Fleet
 from omnifleet_rollout.gateway.links import Links, lacks_method, meaning
 
-SHORT_TOKENS = 64
-"""Longest reply that is asked for in one message: what a lost worker had made of it is made again, about a second's tokens."""
+SHORT_TOKENS = 16
+"""Longest reply that is asked for in one message. An engine hands as many over at once (`rollout.engine.bulk_tokens`), so nothing
+of such a reply could come ahead: if its worker is lost, all of it is made again either way."""
 
 
 @dataclass(slots=True)
