@@ -4,6 +4,7 @@
 
 Service and Redis are processes of their own, the caller is Python, and every row touches every byte (an exclusive or over
 64-bit words). 25 MB: the 32 frames of a 672x384 clip. 200 KB: one picture of 258x258. The bytes are in memory in every row.
+redis-py parses answers in Python or, where it is installed, with hiredis: then there are rows of both.
 Cold: a client that is connected and knows nothing of the clip; one call: nor where shared memory is, as after a restart of
 the service; new client: connection and handshake are part of it, too. Of each row, the time until all bytes were touched,
 and the time to let go of what it had (unmap, free). Every round runs all rows in an order of
@@ -19,7 +20,6 @@ import io
 import mmap
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 import redis
 from PIL import Image
+from redis_get import PARSERS, redis_client, redis_rows, redis_server
+from rows import Row, in_turn, touch
 
 from omnifleet.auth import Scope
 from omnifleet.client.media import MediaClient
@@ -42,13 +44,6 @@ from omnifleet.wire.codec import media_from_wire
 FRAMES, HEIGHT, WIDTH = 32, 384, 672
 SIDE = 258
 PICTURES = 300
-
-
-def touch(data: Any) -> int:
-    """Read every byte (all but the last seven of an odd length, which are read one by one)."""
-    flat = np.frombuffer(data, np.uint8).reshape(-1) if not isinstance(data, np.ndarray) else data.reshape(-1)
-    whole = len(flat) // 8 * 8
-    return int(np.bitwise_xor.reduce(flat[:whole].view(np.uint64))) ^ int(flat[whole:].sum())
 
 
 def clip_file(form: str) -> bytes:
@@ -96,54 +91,6 @@ async def media(folder: Path) -> AsyncIterator[Callable[..., Any]]:
         await process.wait()
 
 
-@contextlib.contextmanager
-def redis_server(folder: Path) -> Iterator[str]:
-    options = ["--port", "0", "--unixsocket", "s", "--save", "", "--logfile", "log"]
-    process = subprocess.Popen(["redis-server", *options], cwd=folder)
-    try:
-        while not (folder / "s").exists():
-            time.sleep(0.01)
-        yield f"unix://{folder / 's'}?db=0"
-    finally:
-        process.kill()
-        process.wait()
-
-
-Call = Callable[[], Awaitable[Any]]
-
-
-class Row:
-    """What is timed: `call` answers what it holds. forget: undoes what the call left behind; timed as letting go."""
-
-    def __init__(self, call: Call, forget: Callable[[], None] = lambda: None) -> None:
-        self.call, self.forget = call, forget
-        self.took: list[float] = []
-        self.let_go: list[float] = []
-
-    async def once(self) -> None:
-        """Run and time it."""
-        start = time.perf_counter()
-        held = await self.call()
-        got = time.perf_counter()
-        del held
-        self.forget()
-        self.took.append((got - start) * 1e3)
-        self.let_go.append((time.perf_counter() - got) * 1e3)
-
-    @property
-    def median_ms(self) -> tuple[float, float]:
-        """Until all bytes were touched, and to let go."""
-        return statistics.median(self.took), statistics.median(self.let_go)
-
-
-async def in_turn(rounds: int, rows: dict[str, Row], chance: random.Random) -> dict[str, tuple[float, float]]:
-    """Every round runs each row once, in an order of its own, so that noise and caches meet all of them."""
-    for _ in range(rounds):
-        for row in chance.sample(list(rows.values()), len(rows)):
-            await row.once()
-    return {name: row.median_ms for name, row in rows.items()}
-
-
 async def stages(client: MediaClient, ref: MediaRef, rounds: int) -> dict[str, float]:
     """Median milliseconds of the parts of a cold hit; of one that needs no call, all but the first."""
     parts: dict[str, list[float]] = {"call": [], "map": [], "touch": [], "unmap": []}
@@ -171,6 +118,17 @@ def know_nothing(client: MediaClient) -> None:
     client._shared = SharedFolder()
 
 
+def compared() -> Iterator[tuple[str, str]]:
+    """Rows of a frame set whose ratios are told."""
+    for redis_get in PARSERS:
+        yield f"{redis_get}, warm", "ours, warm"
+        for ours in ("ours, cold", "ours, cold, one call", "ours, new client"):
+            yield f"{redis_get}, new connection", ours
+    yield "ours, warm", "mmap, kept map"
+    yield "ours, cold", "mmap, new map"
+    yield "ours, cold", "mmap, new map, all at once"
+
+
 async def frame_set(
     opened: Callable[..., Any], url: str, folder: Path, rounds: int, seed: int, form: str
 ) -> None:
@@ -187,8 +145,7 @@ async def frame_set(
         assert len(data) == FRAMES * HEIGHT * WIDTH * 3 == reply.info.bytes
         path = folder / "frames"
         path.write_bytes(data)
-        connection = redis.Redis.from_url(url)
-        connection.set("frames", data)
+        redis.Redis.from_url(url).set("frames", data)
         source, target = np.frombuffer(data, np.uint8), np.zeros(len(data), np.uint8)
 
         async def read(of: MediaClient) -> Any:
@@ -200,17 +157,6 @@ async def frame_set(
         async def read_as_new() -> Any:
             async with opened() as fresh:
                 return await read(fresh)
-
-        async def redis_cold() -> Any:
-            with redis.Redis.from_url(url) as fresh:
-                got = fresh.get("frames")
-                touch(got)
-                return got
-
-        async def redis_warm() -> Any:
-            got = connection.get("frames")
-            touch(got)
-            return got
 
         async def memcpy() -> None:
             np.copyto(target, source)
@@ -229,8 +175,7 @@ async def frame_set(
             touch(kept)
 
         rows = {
-            "redis GET, new connection": Row(redis_cold),
-            "redis GET, warm": Row(redis_warm),
+            **redis_rows(url, "frames"),
             "memcpy": Row(memcpy),
             "mmap, new map": Row(lambda: mapped(0)),
             "mmap, new map, all at once": Row(lambda: mapped(mmap.MAP_POPULATE)),
@@ -252,15 +197,7 @@ async def frame_set(
     for what, (took, let_go) in times.items():
         print(f"  {what:28} {took:8.2f} {let_go:8.2f}")
     print("  stages, one call: " + ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items()))
-    for above, below in (
-        ("redis GET, warm", "ours, warm"),
-        ("redis GET, new connection", "ours, cold"),
-        ("redis GET, new connection", "ours, new client"),
-        ("ours, warm", "mmap, kept map"),
-        ("redis GET, new connection", "ours, cold, one call"),
-        ("ours, cold", "mmap, new map"),
-        ("ours, cold", "mmap, new map, all at once"),
-    ):
+    for above, below in compared():
         whole = sum(times[above]) / sum(times[below])
         print(
             f"  {above} / {below}: {times[above][0] / times[below][0]:.1f}, with letting go {whole:.1f}",
@@ -269,15 +206,15 @@ async def frame_set(
 
 
 async def pictures(opened: Callable[..., Any], url: str) -> None:
-    connection = redis.Redis.from_url(url)
+    clients = {name: redis_client(url, parser) for name, parser in PARSERS.items()}
     async with opened() as client:
         refs = [await client.put_image(picture_file(seed), "bench") for seed in range(PICTURES)]
         for ref in refs:
-            connection.set(ref.digest, (await client.frame(ref)).tobytes())
-        await hit_times(client, refs, connection)
+            clients["redis GET"].set(ref.digest, (await client.frame(ref)).tobytes())
+        await hit_times(client, refs, clients)
 
 
-async def hit_times(client: MediaClient, refs: list[MediaRef], connection: redis.Redis) -> None:
+async def hit_times(client: MediaClient, refs: list[MediaRef], clients: dict[str, redis.Redis]) -> None:
     async def each(get: Callable[[MediaRef], Awaitable[Any]]) -> tuple[float, float]:
         took = []
         for ref in refs:
@@ -291,8 +228,11 @@ async def hit_times(client: MediaClient, refs: list[MediaRef], connection: redis
         know_nothing(client)
         return await client.frame(ref)
 
-    async def from_redis(ref: MediaRef) -> Any:
-        return connection.get(ref.digest)
+    def from_redis(connection: redis.Redis) -> Callable[[MediaRef], Awaitable[Any]]:
+        async def get(ref: MediaRef) -> Any:
+            return connection.get(ref.digest)
+
+        return get
 
     kept = await each(client.frame)
     content, client._content = client._content, type(client._content)(0)
@@ -302,7 +242,7 @@ async def hit_times(client: MediaClient, refs: list[MediaRef], connection: redis
         "ours, kept by the client": kept,
         "ours, mapped anew": anew,
         "ours, nothing known": await each(asked),
-        "redis GET": await each(from_redis),
+        **{name: await each(from_redis(connection)) for name, connection in clients.items()},
     }
     print(f"\n{SIDE * SIDE * 3 / 1e3:.0f} KB picture, all bytes touched: p50 and p99 of {len(refs)}")
     for what, (p50, p99) in rows.items():

@@ -1,12 +1,13 @@
 """What ingest costs over decoding alone: 1,000 JPEGs and 20 H.264 clips through the service, and through bare libraries.
 
     python bench/media/ingest.py [--processes 1] [--rounds 3] [--pictures 1000] [--clips 20] [--share auto|put|read]
-                                   [--only pictures|clips]
+                                   [--only pictures|clips] [--ways memory,durable,single]
 
 Bare: so many processes that read bytes from memory and decode them with Pillow or TorchCodec, and keep nothing. Service:
 a media service in a process of its own with so many decoder processes; a client puts the same bytes over gRPC, and each
 put is decoded, hashed, written and indexed before its acknowledgement. `memory` and `durable`: `put_many`, several sources
-a message; `single`: one call a source, `memory` acknowledgements. Rounds alternate; the best of each is compared.
+a message; `single`: one call a source, `memory` acknowledgements. Rounds alternate; the best of each is compared. With
+each goes the processor time that a file took, and the pages that had to be faulted in for it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 import psutil
 import uvloop
 from PIL import Image
+from work import own_work, tell, work_of
 
 FRAMES = 32
 WIDTH, HEIGHT = 640, 480
@@ -51,6 +53,7 @@ def main() -> None:
         "--share", choices=("auto", "put", "read"), default="auto", help="media.shared_memory_when"
     )
     parser.add_argument("--only", choices=("pictures", "clips"), default="", help="default: both")
+    parser.add_argument("--ways", default=",".join(WAYS), help="how the client puts")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -66,6 +69,7 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Alternate and keep the best rate of each."""
     processes, rounds, share = arguments.processes, arguments.rounds, arguments.share
+    ways = arguments.ways.split(",")
     sources: dict[str, list[bytes]] = {}
     if arguments.only != "clips":
         sources["pictures"] = jpegs(arguments.pictures + warm_ups("pictures"))
@@ -75,7 +79,7 @@ def compare(arguments: argparse.Namespace) -> None:
     for _ in range(rounds):
         for kind, files in sources.items():
             rates = {"bare": bare(kind, files, processes)}
-            rates |= asyncio.run(through_service(kind, files, processes, share))
+            rates |= asyncio.run(through_service(kind, files, processes, share, ways))
             print(f"{kind} a second: " + ", ".join(f"{way} {rate:.1f}" for way, rate in rates.items()))
             for way, rate in rates.items():
                 best[kind, way] = max(rate, best.get((kind, way), 0.0))
@@ -83,11 +87,11 @@ def compare(arguments: argparse.Namespace) -> None:
     print(
         f"{processes} decoder process(es), {os.cpu_count()} cores, load {load:.1f}, best of {rounds}, shared at {share}"
     )
-    print("| a second | bare | memory | durable | single | memory / bare | durable / bare | single / bare |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(f"| a second | bare | {' | '.join(ways)} | {' | '.join(f'{way} / bare' for way in ways)} |")
+    print(f"|---|---|{'---|' * 2 * len(ways)}")
     for kind in sources:
         alone = best[kind, "bare"]
-        reached = [best[kind, way] for way in WAYS]
+        reached = [best[kind, way] for way in ways]
         told = [f"{alone:.1f}", *(f"{r:.1f}" for r in reached), *(f"{r / alone:.0%}" for r in reached)]
         print(f"| {kind} | {' | '.join(told)} |")
 
@@ -150,9 +154,10 @@ def bare(kind: str, files: Sequence[bytes], processes: int) -> float:
         child.stdin.write(b"go\n")
         child.stdin.flush()
     said = [child.communicate()[0].split() for child in children]
-    spent, busy = [float(wall) for wall, _ in said], sum(float(cpu) for _, cpu in said)
-    print(f"CPU ms for each of {kind}, bare: {busy / (len(files) - warm_ups(kind)) * 1000:.1f}", flush=True)
-    return (len(files) - warm_ups(kind)) / max(spent)
+    walls, busy, faults = ([float(said_of_it[i]) for said_of_it in said] for i in range(3))
+    count = len(files) - warm_ups(kind)
+    tell(kind, "bare", {"bare": (sum(busy), sum(faults))}, count)
+    return count / max(walls)
 
 
 def decode_bare(kind: str, processes: int) -> None:
@@ -170,10 +175,11 @@ def decode_bare(kind: str, processes: int) -> None:
         decode(data)
     print("ready", flush=True)
     sys.stdin.buffer.readline()
-    started, busy = time.perf_counter(), time.process_time()
+    started, (busy, faults) = time.perf_counter(), own_work()
     for data in files[first:]:
         decode(data)
-    print(time.perf_counter() - started, time.process_time() - busy, flush=True)
+    ended, (busy_then, faults_then) = time.perf_counter(), own_work()
+    print(ended - started, busy_then - busy, faults_then - faults, flush=True)
 
 
 def decode_picture(data: bytes) -> Any:
@@ -206,10 +212,12 @@ def warm_ups(kind: str) -> int:
 # ---------------------------------------------------------------------- the service
 
 
-async def through_service(kind: str, files: Sequence[bytes], processes: int, share: str) -> dict[str, float]:
+async def through_service(
+    kind: str, files: Sequence[bytes], processes: int, share: str, ways: Sequence[str]
+) -> dict[str, float]:
     """Files a second that a client puts, by kind of acknowledgement; a fresh service for each."""
     rates = {}
-    for way in WAYS:
+    for way in ways:
         with tempfile.TemporaryDirectory() as folder:
             command = [
                 sys.executable,
@@ -262,19 +270,13 @@ async def put_all(
 
         first = warm_ups(kind)
         await put(files[:first])
-        before, started = cpu_seconds(watched), time.perf_counter()
+        before, started = work_of(watched), time.perf_counter()
         await put(files[first:])
-        elapsed, count = time.perf_counter() - started, len(files) - first
-        spent = {who: (s - before[who]) / count * 1000 for who, s in cpu_seconds(watched).items()}
-        told = ", ".join(f"{who} {ms:.2f}" for who, ms in spent.items())
-        print(f"CPU ms for each of {kind}, {way}: {told}", flush=True)
+        elapsed, count, after = time.perf_counter() - started, len(files) - first, work_of(watched)
+        tell(
+            kind, way, {who: (after[who][0] - s, after[who][1] - n) for who, (s, n) in before.items()}, count
+        )
         return count / elapsed
-
-
-def cpu_seconds(service: psutil.Process) -> dict[str, float]:
-    """Processor time so far of the service, its decoders and this client."""
-    decoders = sum(sum(child.cpu_times()[:2]) for child in service.children())
-    return {"service": sum(service.cpu_times()[:2]), "decoders": decoders, "client": time.process_time()}
 
 
 async def serve(folder: Path, processes: int, share: str) -> None:
