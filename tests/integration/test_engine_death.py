@@ -17,7 +17,7 @@ from omnifleet.service import PASSING_EXIT
 from omnifleet.types import Sampling
 from tests.integration.live_worker import ENGINE, WHO, Clients, Live
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
 
 SETTINGS = {
     **ENGINE,
@@ -41,6 +41,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
 
     write_hybrid(tmp_path / "model", sound=True)
     live = Live(tmp_path / "run", tmp_path / "model", {})
+    live.patience_s = 400.0
     live.run_dir.mkdir()
     (live.run_dir / "recipe.yaml").write_text(yaml.safe_dump({"rollout": {"engine": SETTINGS}}))
     try:
@@ -75,7 +76,7 @@ async def reason_of(asked: Awaitable[object]) -> Reason:
 async def test_every_request_ends_and_the_worker_asks_to_be_started_again(
     live: Live, end: Callable[[Clients], Awaitable[None]]
 ) -> None:
-    async with live.clients() as on, asyncio.timeout(60):
+    async with live.clients() as on, asyncio.timeout(240):
         events = on.rollout.stream(
             prompt_token_ids=on.prompt(),
             sampling=Sampling(max_tokens=900, ignore_eos=True),
@@ -93,5 +94,5 @@ async def test_every_request_ends_and_the_worker_asks_to_be_started_again(
                     failed = event.error
         await ending
         assert failed is not None and (failed.reason, failed.retryable) == (Reason.WORKER_LOST, True)
-        status = await asyncio.to_thread(live.processes[-1].wait, 30)
+        status = await asyncio.to_thread(live.processes[-1].wait, 120)
     assert status == PASSING_EXIT
