@@ -41,7 +41,6 @@ def live(tmp_path: Path) -> Iterator[Live]:
 
     write_hybrid(tmp_path / "model", sound=True)
     live = Live(tmp_path / "run", tmp_path / "model", {})
-    live.patience_s = 400.0
     live.run_dir.mkdir()
     (live.run_dir / "recipe.yaml").write_text(yaml.safe_dump({"rollout": {"engine": SETTINGS}}))
     try:
