@@ -54,7 +54,10 @@ def live(tmp_path: Path) -> Iterator[Live]:
 
 async def kill(on: Clients) -> None:
     """SIGKILL for the engine's process."""
-    [core] = psutil.Process(on.live.processes[-1].pid).children()
+    children = psutil.Process(
+        on.live.processes[-1].pid
+    ).children()  # multiprocessing may have one of its own among them
+    [core] = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
     core.kill()
 
 
