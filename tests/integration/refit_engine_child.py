@@ -1,4 +1,4 @@
-"""Refits of a real vLLM CPU engine over a gloo group, with faults in between and at last; then the oracle: a fresh engine.
+"""Refits of a real vLLM CPU engine over a gloo group, with faults in between and at last; then the oracle: a fresh engine, spawned.
 
 Run as `python -m tests.integration.refit_engine_child FOLDER`; prints one line of JSON.
 """

@@ -8,7 +8,8 @@ Time to a started engine with a tiny Qwen2-VL (vLLM 0.32, two busy cores), CPU t
     this one, fork          11 s   10 s CPU    925 MB    <- ours on CPU
 
 `distributed_executor_backend` takes an executor's import path: a public seam. The fork is safe because nothing of ours
-runs threads before it: the front end does no parallel arithmetic, and gRPC starts after the engine.
+runs threads before it: the front end does no parallel arithmetic, and gRPC starts after the engine. An engine that is
+started beside other threads is spawned.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -93,9 +94,17 @@ def launch(
     quantization = vllm_config.model_config.quantization
     check_quantisation(quantization, read_config(model), cpu=current_platform.is_cpu())
     if current_platform.is_cpu():
-        # vLLM's CPU platform asks for spawn, for the thread binding that we switch off. A fork inherits the imports.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method(threading.active_count())
     return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[_stat_logger(on_stats)])
+
+
+def start_method(threads: int) -> str:
+    """How a CPU engine's process begins where ours runs that many threads of Python.
+
+    vLLM's CPU platform asks for spawn, for the thread binding that we switch off; a fork inherits the imports. But other
+    threads, gRPC's and those that use gloo's groups, are not in a fork: it waits for them for ever when it collects a group.
+    """
+    return "fork" if threads == 1 else "spawn"
 
 
 def _pixels_as_given(engine_args: Any) -> dict[str, bool]:
