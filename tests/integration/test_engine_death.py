@@ -54,9 +54,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
 
 async def kill(on: Clients) -> None:
     """SIGKILL for the engine's process."""
-    children = psutil.Process(
-        on.live.processes[-1].pid
-    ).children()  # multiprocessing may have one of its own among them
+    children = psutil.Process(on.live.processes[-1].pid).children()  # multiprocessing's own may be among them
     [core] = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
     core.kill()
 
